@@ -1,0 +1,36 @@
+"""The aligned ops: nothing outside this folder makes a number."""
+
+from zoo.common.ops.attention import attention
+from zoo.common.ops.combine import combine
+from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
+from zoo.common.ops.embed import embed
+from zoo.common.ops.experts import experts
+from zoo.common.ops.linear import linear
+from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
+from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
+from zoo.common.ops.rope import rope, rope_table, table_hash
+from zoo.common.ops.route import route
+from zoo.common.ops.swiglu import swiglu
+
+__all__ = [
+    "CONTRACTS",
+    "Contract",
+    "Provider",
+    "TokenScores",
+    "add_rms_norm",
+    "attention",
+    "combine",
+    "embed",
+    "experts",
+    "linear",
+    "log_prob",
+    "log_prob_of_logits",
+    "logits",
+    "rms_norm",
+    "rope",
+    "rope_table",
+    "route",
+    "swiglu",
+    "table_hash",
+    "watch",
+]

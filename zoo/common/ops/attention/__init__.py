@@ -1,0 +1,73 @@
+"""attention: causal grouped-query attention over packed or paged keys, one streaming softmax per key segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.memory import KeyValues
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+
+def _fa4_serves(head_dim: int, query_heads: int, kv_heads: int) -> bool:
+    return head_dim in (64, 128, 256)
+
+
+CONTRACT = Contract(
+    name="attention",
+    version=1,
+    shapes="q_RHE, keys and values packed [R, G, E] or paged [P, page, G, E] with a page table -> o_RHE; H a multiple of G",
+    rounds="probabilities to the program's dtype before the product with values; the output once; with key segments each segment's "
+    "output too, before the left-to-right merge in FP32",
+    adds="key tiles in one fixed direction inside a segment (FA4: downwards; reference: upwards), segments left to right",
+    laws=("row", "split", "place", "shard", "repeat"),
+    backward="flash backward from the saved output and log-sum-exp, deterministic order",
+    launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True),
+        Provider(
+            "fa4", "fa4", "cuda", f"{__name__}.kernels:attention_fa4", f"{__name__}.kernels:attention_backward",
+            needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
+        ),
+        Provider(
+            "split_kv", "split_kv", "cuda", f"{__name__}.kernels:attention_split_kv", f"{__name__}.kernels:attention_backward",
+            needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
+        ),
+    ),
+)  # fmt: skip
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, scale: float, segment: int | None, provider: Provider
+    ) -> Tensor:
+        out, lse = provider.function("forward")(q, k, v, table, rows, scale, segment)
+        if table is None:
+            ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rows, ctx.scale, ctx.segment, ctx.provider = rows, scale, segment, provider
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads = ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows, ctx.scale)
+        return *grads, None, None, None, None, None
+
+
+@observed(CONTRACT)
+def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
+    """softmax(q k^T * scale) v over each row's own sequence up to its own position.
+
+    ValueError if the query heads are not a multiple of the key heads. Only packed keys carry a gradient.
+    """
+    heads, kv_heads = q_RHE.shape[1], history.k.shape[-2]
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
+    provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
+    return _Attention.apply(
+        q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment, provider
+    )

@@ -1,0 +1,55 @@
+"""combine: slot rows and route weights into one row, through the contributors' tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="combine",
+    version=1,
+    shapes="slots_RKD, weights_RK (FP32), experts_RK, optional shared_RD (the last leaf) -> [R, D]",
+    rounds="each contributor's leaf once, from FP32, to the program's dtype; the result once, straight from FP64",
+    adds="expert e belongs to contributor e // ceil(experts / contributors); inside a contributor weight * slot in FP32, products rounded, "
+    "slots ascending from +0; contributors as adjacent pairs in FP64, an odd one carried",
+    laws=("row", "place", "shard", "fusion", "repeat"),
+    backward="d slots = weight * dy, d weights = slot . dy, d shared = dy, all FP32 with one rounding",
+    launch="on one GPU the leaves live in registers; under EP each contributor's owner sends its leaf",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:combine", f"{__name__}.reference:combine_backward", defining=True),
+        Provider("triton", "contributor_tree", "cuda", f"{__name__}.kernels:combine", f"{__name__}.kernels:combine_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, slots: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, block: int, contributors: int, provider: Provider
+    ) -> Tensor:
+        ctx.save_for_backward(slots, weights)
+        ctx.shared, ctx.provider = shared is not None, provider
+        return provider.function("forward")(slots, weights, experts, shared, block, contributors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad_slots, grad_weights = ctx.provider.function("backward")(grad, *ctx.saved_tensors)
+        return grad_slots, grad_weights, None, grad if ctx.shared else None, None, None, None
+
+
+@observed(CONTRACT)
+def combine(
+    slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, num_experts: int, *, program: Program, shared_RD: Tensor | None = None
+) -> Tensor:
+    """The weighted sum of a row's slots, by contributors. ValueError if slots and weights disagree."""
+    if slots_RKD.shape[:2] != weights_RK.shape or weights_RK.shape != experts_RK.shape:
+        raise ValueError(
+            f"combine: slots {tuple(slots_RKD.shape[:2])}, weights {tuple(weights_RK.shape)} and experts {tuple(experts_RK.shape)} differ"
+        )
+    block = -(-num_experts // program.contributors)
+    return _Combine.apply(slots_RKD, weights_RK, experts_RK, shared_RD, block, program.contributors, CONTRACT.provider(program))

@@ -1,0 +1,135 @@
+"""What an op promises, who can run it, and who watches it run.
+
+A `Contract` is the written promise of one op. A `Provider` is one implementation of it. Providers of one byte class give equal
+bytes; a program names one class per op, so the choice between providers never moves a byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zoo.common.program import Program
+
+LAWS = ("row", "column", "split", "place", "shard", "fusion", "repeat")
+
+
+def always(*_: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation. `forward` and `backward` are "module:function" paths, imported when first used."""
+
+    name: str
+    byte_class: str
+    device: str
+    forward: str
+    backward: str
+    needs: tuple[str, ...] = ()
+    serves: Callable[..., bool] = always
+    defining: bool = False
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """`forward`, `backward`, or another function of the forward's module by its own name."""
+        named = {"forward": self.forward, "backward": self.backward}
+        return _resolve(named.get(name) or f"{self.forward.split(':')[0]}:{name}")
+
+    def installed(self) -> bool:
+        return all(_importable(name) for name in self.needs)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The promise of an op, in words that `zoo map` prints, and its providers."""
+
+    name: str
+    version: int
+    shapes: str
+    rounds: str
+    adds: str
+    laws: tuple[str, ...]
+    backward: str
+    launch: str
+    providers: tuple[Provider, ...]
+
+    def __post_init__(self) -> None:
+        unknown = set(self.laws) - set(LAWS)
+        assert not unknown, f"{self.name} claims unknown laws {sorted(unknown)}"
+        CONTRACTS[self.name] = self
+
+    def provider(self, program: Program, shape: tuple[int, ...] = ()) -> Provider:
+        """The fastest admitted member of the program's byte class that serves `shape`; ValueError if none does."""
+        return _choose(self.name, program, shape)
+
+
+CONTRACTS: dict[str, Contract] = {}
+_observers: list[Callable[[Contract, dict[str, Any], Any], None]] = []
+
+
+def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets `watch` see every call of an op: its contract, arguments and result."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            for observer in _observers:
+                observer(contract, {"args": args, **kwargs}, result)
+            return result
+
+        return call
+
+    return decorate
+
+
+@contextmanager
+def watch(observer: Callable[[Contract, dict[str, Any], Any], None]) -> Iterator[None]:
+    """Calls `observer(contract, arguments, result)` after every op call inside the block. It sees; it changes nothing."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@functools.cache
+def _resolve(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # a package that is there but can't be loaded (no GPU, wrong CUDA) is as good as absent
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(op: str, program: Program, shape: tuple[int, ...]) -> Provider:
+    from zoo.common.qualification import admitted
+
+    contract = CONTRACTS[op]
+    wanted = program.byte_class(op)
+    members = [p for p in contract.providers if p.byte_class == wanted and p.device == program.device]
+    serving = [p for p in members if p.installed() and p.serves(*shape)]
+    for provider in serving:
+        if not provider.defining and admitted(op, provider.name, shape):
+            return provider
+    for provider in serving:
+        if provider.defining:
+            return provider
+    names = ", ".join(p.name + ("" if p.installed() else f" (needs {', '.join(p.needs)})") for p in members) or "none"
+    raise ValueError(
+        f"{op} at shape {shape}: no provider of byte class {wanted!r} on {program.device} can run it "
+        f"(members: {names}); program {program.name!r} allows no other class"
+    )

@@ -1,0 +1,61 @@
+"""experts: each row through its chosen experts' SwiGLU, a slot row per choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+
+def _deepgemm_serves(experts: int, hidden: int, inner: int) -> bool:
+    return hidden % 64 == 0 and inner % 64 == 0
+
+
+CONTRACT = Contract(
+    name="experts",
+    version=1,
+    shapes="x_RD, experts_RK, gate_up_X2FD (gate first), down_XDF -> slots_RKD in the program's dtype",
+    rounds="gate_up once, swiglu once, each slot row once: the linear and swiglu contracts, expert by expert",
+    adds="K ascending in one FP32 accumulator, as linear does",
+    laws=("row", "place", "fusion", "shard", "repeat"),
+    backward="grouped products with FP32 accumulation; a row's slots are added in slot order",
+    launch="rows sorted by expert; few rows take 16-row tiles, many take 128-row tiles",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:experts", f"{__name__}.reference:experts_backward", defining=True),
+        Provider(
+            "deepgemm", "fixed_k", "cuda", f"{__name__}.kernels:experts_deepgemm", f"{__name__}.kernels:experts_backward",
+            needs=("deep_gemm",), serves=_deepgemm_serves,
+        ),
+        Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:experts_triton", f"{__name__}.kernels:experts_backward", defining=True),
+        Provider("grouped_mm", "grouped_mm", "cuda", f"{__name__}.kernels:experts_grouped_mm", f"{__name__}.kernels:experts_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, chosen, gate_up, down)
+        ctx.provider = provider
+        return provider.function("forward")(x, chosen, gate_up, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, chosen, gate_up, down = ctx.saved_tensors
+        grad_x, grad_gate_up, grad_down = ctx.provider.function("backward")(grad, x, chosen, gate_up, down)
+        return grad_x, None, grad_gate_up, grad_down, None
+
+
+@observed(CONTRACT)
+def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, *, program: Program) -> Tensor:
+    """slots_RKD[r, s] = down_e swiglu(gate_up_e x_r) with e = experts_RK[r, s]. ValueError if the weights' shapes disagree."""
+    count, twice, hidden = gate_up_X2FD.shape
+    if down_XDF.shape != (count, hidden, twice // 2):
+        raise ValueError(f"experts: gate_up {tuple(gate_up_X2FD.shape)} needs down {(count, hidden, twice // 2)}, got {tuple(down_XDF.shape)}")
+    if x_RD.shape[1] != hidden:
+        raise ValueError(f"experts: rows of {x_RD.shape[1]} columns, experts of {hidden}")
+    return _Experts.apply(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, (count, hidden, twice // 2)))

@@ -1,0 +1,65 @@
+"""linear: y = x W^T, one fixed order of additions for every shape of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+
+def _deepgemm_serves(n: int, k: int, k_parts: int) -> bool:
+    return k_parts == 1 and n % 8 == 0 and k % 8 == 0 and n >= 16
+
+
+CONTRACT = Contract(
+    name="linear",
+    version=1,
+    shapes="x_RK, weight_NK, both the program's dtype -> y_RN in that dtype, or FP32 where the caller asks (heads, routers)",
+    rounds="once, from FP32, at the store",
+    adds="K ascending in one FP32 accumulator; with k_parts > 1 (a constant of op and shape) equal ascending parts, one accumulator "
+    "each, added by the adjacent-pair tree",
+    laws=("row", "column", "place", "repeat"),
+    backward="dx = dy W and dW = dy^T x, FP32 accumulation, rounded once to the dtype of x and W",
+    launch="rows choose the tile: 16 rows in decode, 64 or 128 in prefill and training; DeepGEMM where admitted",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:linear", f"{__name__}.reference:linear_backward", defining=True),
+        Provider(
+            "deepgemm", "fixed_k", "cuda", f"{__name__}.kernels:linear_deepgemm", f"{__name__}.kernels:linear_backward",
+            needs=("deep_gemm",), serves=_deepgemm_serves,
+        ),
+        Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:linear_triton", f"{__name__}.kernels:linear_backward", defining=True),
+        Provider("cublas", "cublas", "cuda", f"{__name__}.kernels:linear_cublas", f"{__name__}.kernels:linear_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype, k_parts: int, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.provider = provider
+        return provider.function("forward")(x, weight, out_dtype, k_parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = ctx.provider.function("backward")(grad_y, x, weight, *ctx.needs_input_grad[:2])
+        return grad_x, grad_weight, None, None, None
+
+
+@observed(CONTRACT)
+def linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    """y_RN = x_RK weight_NK^T in fixed order.
+
+    `out_dtype` defaults to x's dtype. `k_parts` must divide K into equal parts. ValueError if the widths differ.
+    """
+    if x_RK.shape[-1] != weight_NK.shape[1]:
+        raise ValueError(f"linear: x has {x_RK.shape[-1]} columns, the weight takes {weight_NK.shape[1]}")
+    if weight_NK.shape[1] % k_parts:
+        raise ValueError(f"linear: K = {weight_NK.shape[1]} does not divide into {k_parts} parts")
+    provider = CONTRACT.provider(program, (weight_NK.shape[0], weight_NK.shape[1], k_parts))
+    return _Linear.apply(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts, provider)

@@ -1,0 +1,132 @@
+"""log_prob: FP32 log-probabilities of chosen tokens, straight from hidden rows; [R, V] is never held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+# columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
+VOCABULARY_CHUNK = 16384
+ROW_CHUNK = 4096
+
+CONTRACT = Contract(
+    name="log_prob",
+    version=1,
+    shapes="hidden_RD, weight_VD (the program's dtype), targets_R -> FP32 [R], at most 0",
+    rounds="never: FP32 logits from the linear contract, FP32 after",
+    adds="per group of 256 logits the maximum m and the adjacent-pair tree of exp(x - m), a ragged last group padded with -inf; groups by "
+    "the tree over l * exp(m - max), padded with +0; log-probability = min(logit - (max + log(sum)), 0)",
+    laws=("row", "place", "shard", "fusion", "repeat"),
+    backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
+    "are recomputed, chunks added in FP32",
+    launch="decode holds its few rows' logits (it samples from them); scoring walks chunks of rows and vocabulary",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
+        Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """FP32 [R] each: log-probability of the target, log-sum-exp of the (scaled) logits, entropy in nats (None unless asked)."""
+
+    log_prob_R: Tensor
+    lse_R: Tensor
+    entropy_R: Tensor | None = None
+
+
+def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: Tensor | None, program: Program) -> Tensor:
+    from zoo.common.ops.linear import CONTRACT as LINEAR
+
+    provider = LINEAR.provider(program, (weight.shape[0], weight.shape[1], 1))
+    logits = provider.function("forward")(hidden, weight, torch.promote_types(hidden.dtype, torch.float32), 1)
+    return logits if inverse_temperature is None else logits * inverse_temperature[:, None]
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: Tensor | None, program: Program, provider: Provider
+    ) -> Any:
+        stats = provider.function("forward")
+        rows = hidden.shape[0]
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        selected = torch.empty(rows, dtype=accumulate, device=hidden.device)
+        lse, mean = torch.empty_like(selected), torch.empty_like(selected)
+        for r in range(0, rows, ROW_CHUNK):
+            row = slice(r, min(r + ROW_CHUNK, rows))
+            temperature = None if inverse_temperature is None else inverse_temperature[row]
+            parts, chosen = [], torch.zeros_like(selected[row])
+            for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
+                logits = _logits(hidden[row], weight[c : c + VOCABULARY_CHUNK], temperature, program)
+                parts.append(stats(logits, program.vocab_group))
+                local = targets[row] - c
+                inside = (local >= 0) & (local < logits.shape[1])
+                picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+                chosen = torch.where(inside, picked, chosen)
+            selected[row] = chosen
+            lse[row], mean[row] = provider.function("merge_groups")(*(torch.cat(p, 1) for p in zip(*parts, strict=True)))
+        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, lse, mean)
+        ctx.program, ctx.provider = program, provider
+        return torch.clamp(selected - lse, max=0.0), lse, lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_entropy: Tensor) -> Any:
+        hidden, weight, targets, inverse_temperature, lse, mean = ctx.saved_tensors
+        grad_of_logits = ctx.provider.function("backward")
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.empty_like(weight)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        partial = [torch.zeros_like(hidden[:0], dtype=accumulate)]
+        total_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else partial[0]
+        for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
+            part = weight[c : c + VOCABULARY_CHUNK]
+            total_weight = torch.zeros(part.shape, dtype=accumulate, device=weight.device) if needs_weight else partial[0]
+            for r in range(0, hidden.shape[0], ROW_CHUNK):
+                row = slice(r, min(r + ROW_CHUNK, hidden.shape[0]))
+                temperature = None if inverse_temperature is None else inverse_temperature[row]
+                logits = _logits(hidden[row], part, temperature, ctx.program)
+                d_logits = grad_of_logits(
+                    logits, lse[row], mean[row], targets[row] - c, grad[row], grad_lse[row], grad_entropy[row], temperature, hidden.dtype
+                )
+                if needs_hidden:
+                    total_hidden[row] += d_logits @ part
+                if needs_weight:
+                    total_weight += d_logits.T @ hidden[row]
+            if needs_weight:
+                grad_weight[c : c + VOCABULARY_CHUNK] = total_weight
+        if needs_hidden:
+            grad_hidden.copy_(total_hidden)
+        return grad_hidden if needs_hidden else None, grad_weight if needs_weight else None, None, None, None, None
+
+
+@observed(CONTRACT)
+def log_prob(
+    hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, *, program: Program, inverse_temperature_R: Tensor | None = None
+) -> TokenScores:
+    """Scores of `targets_R` after each row; logits are multiplied by `inverse_temperature_R` (FP32) if it is given."""
+    provider = CONTRACT.provider(program)
+    return TokenScores(*_LogProb.apply(hidden_RD, weight_VD, targets_R, inverse_temperature_R, program, provider))
+
+
+@observed(CONTRACT)
+def logits(hidden_RD: Tensor, weight_VD: Tensor, *, program: Program, inverse_temperature_R: Tensor | None = None) -> Tensor:
+    """FP32 logits [R, V] of a decode batch, the same bytes that `log_prob` reduces."""
+    return _logits(hidden_RD, weight_VD, inverse_temperature_R, program)
+
+
+@observed(CONTRACT)
+def log_prob_of_logits(logits_RV: Tensor, targets_R: Tensor, *, program: Program) -> TokenScores:
+    """The same scores from FP32 logits that already exist (decode; masked entries are -inf)."""
+    provider = CONTRACT.provider(program)
+    lse, mean = provider.function("merge_groups")(*provider.function("forward")(logits_RV, program.vocab_group))
+    selected = logits_RV.gather(1, targets_R[:, None])[:, 0]
+    return TokenScores(torch.clamp(selected - lse, max=0.0), lse, lse - mean)

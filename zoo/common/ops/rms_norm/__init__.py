@@ -1,0 +1,70 @@
+"""rms_norm, add_rms_norm and norm_rope: root-mean-square norms over the last dim, alone, after a residual sum, or before a rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="rms_norm",
+    version=1,
+    shapes="x [..., D], weight [D] -> [..., D] in x's dtype; D is a hidden size or a head's width",
+    rounds="residual sum once, from FP32, before anything else; the output once, from FP32; a rotation that follows in the same launch "
+    "reads the rounded output",
+    adds="squares in FP32 by the adjacent-pair tree over D padded to a power of two; times the FP32 value of 1/D; plus eps; one rsqrt; "
+    "(x * rsqrt) * weight, products rounded one by one (zero-centred: 1 + weight in FP32 first)",
+    laws=("row", "place", "fusion", "repeat"),
+    backward="closed form in FP32 from the rounded input; the weight's gradient adds rows in fixed blocks",
+    launch="one program a row; a few very wide rows are split over several launches that build the same tree",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:rms_norm", f"{__name__}.reference:rms_norm_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:rms_norm", f"{__name__}.kernels:rms_norm_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x (+ residual) -> normalised, sum. With no residual the sum is x itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, provider: Provider) -> Any:
+        normed, total = provider.function("forward")(x, residual, weight, eps, offset)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.offset, ctx.provider, ctx.added = eps, offset, provider, residual is not None
+        if residual is None:
+            return normed
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor | None = None) -> Any:
+        total, weight = ctx.saved_tensors
+        grad_x, grad_weight = ctx.provider.function("backward")(grad, grad_total, total, weight, ctx.eps, ctx.offset)
+        return grad_x, grad_x if ctx.added else None, grad_weight, None, None, None
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: rows of {x.shape[-1]} columns, a weight of shape {tuple(weight.shape)}")
+
+
+@observed(CONTRACT)
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Tensor:
+    """x / rms(x) * weight over the last dim ([R, D], or [R, H, E] per head); `zero_centred` models store weight - 1."""
+    _check(x, weight_D)
+    return _RMSNorm.apply(x, None, weight_D, eps, float(zero_centred), CONTRACT.provider(program))
+
+
+@observed(CONTRACT)
+def add_rms_norm(
+    x_RD: Tensor, residual_RD: Tensor, weight_D: Tensor, eps: float, *, program: Program, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """total = round(x + residual), then rms_norm of it: returns (normed_RD, total_RD)."""
+    _check(x_RD, weight_D)
+    if x_RD.shape != residual_RD.shape:
+        raise ValueError(f"add_rms_norm: x {tuple(x_RD.shape)} and residual {tuple(residual_RD.shape)} differ")
+    return _RMSNorm.apply(x_RD, residual_RD, weight_D, eps, float(zero_centred), CONTRACT.provider(program))

@@ -1,0 +1,64 @@
+"""rope: rotary positions, half-split, from a whole FP32 table made once on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="rope",
+    version=1,
+    shapes="x_RHE, table_PC2 (FP32: cosine and sine of position times frequency, C = rotated width / 2), positions_R -> [R, H, E]; "
+    "columns beyond the rotated width pass through",
+    rounds="once, from FP32, at the store",
+    adds="a cos - b sin and b cos + a sin, each product rounded to FP32 before the sum (no contraction)",
+    laws=("row", "place", "fusion", "repeat"),
+    backward="the same rotation with -sin",
+    launch="the same everywhere; the table comes from the CPU, its hash is part of the fingerprint",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:rope", f"{__name__}.reference:rope", defining=True),
+        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:rope", f"{__name__}.kernels:rope", defining=True),
+    ),
+)
+
+
+def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
+    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do."""
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    frequency = 1.0 / (theta**exponent)
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).contiguous()
+
+
+def table_hash(table: Tensor) -> str:
+    """The table's provenance, for fingerprints."""
+    return hashlib.sha256(table.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, provider: Provider) -> Tensor:
+        ctx.save_for_backward(table, positions)
+        ctx.provider = provider
+        return provider.function("forward")(x, table, positions, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        table, positions = ctx.saved_tensors
+        return ctx.provider.function("backward")(grad, table, positions, True), None, None, None
+
+
+@observed(CONTRACT)
+def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, *, program: Program) -> Tensor:
+    """Rotates the first 2C columns of each head. ValueError if the table is not FP32 or wider than a head."""
+    if table_PC2.dtype != torch.float32:
+        raise ValueError(f"rope: the table must stay float32, it is {table_PC2.dtype}")
+    if 2 * table_PC2.shape[1] > x_RHE.shape[-1]:
+        raise ValueError(f"rope: a table for {2 * table_PC2.shape[1]} columns, heads of {x_RHE.shape[-1]}")
+    return _Rope.apply(x_RHE, table_PC2, positions_R, CONTRACT.provider(program))

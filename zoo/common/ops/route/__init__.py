@@ -1,0 +1,51 @@
+"""route: softmax over experts, the top k of them, their weights renormalised left to right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="route",
+    version=1,
+    shapes="logits_RX in FP32 -> weights_RK in FP32 and experts_RK (int64), by descending logit, the lower id first among equals",
+    rounds="never: all FP32",
+    adds="exp(logit - max) over all experts by the adjacent-pair tree; the chosen probabilities left to right in slot order, then one division",
+    laws=("row", "place", "repeat"),
+    backward="closed form in FP32; the choice itself has no gradient",
+    launch="the same everywhere",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:route", f"{__name__}.reference:route_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:route", f"{__name__}.reference:route_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool, provider: Provider) -> Any:
+        weights, experts = provider.function("forward")(logits, top_k, renormalise)
+        ctx.save_for_backward(logits, experts)
+        ctx.renormalise, ctx.provider = renormalise, provider
+        ctx.mark_non_differentiable(experts)
+        return weights, experts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        logits, experts = ctx.saved_tensors
+        return ctx.provider.function("backward")(grad, logits, experts, ctx.renormalise), None, None, None
+
+
+@observed(CONTRACT)
+def route(logits_RX: Tensor, top_k: int, renormalise: bool, *, program: Program) -> tuple[Tensor, Tensor]:
+    """(weights_RK, experts_RK). ValueError if the logits are not FP32 or top_k exceeds the experts."""
+    if logits_RX.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"route: logits must be float32, they are {logits_RX.dtype}")
+    if top_k > logits_RX.shape[1]:
+        raise ValueError(f"route: top {top_k} of {logits_RX.shape[1]} experts")
+    return _Route.apply(logits_RX, top_k, renormalise, CONTRACT.provider(program))

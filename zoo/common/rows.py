@@ -1,0 +1,73 @@
+"""Rows: everything that an op may know about the tokens in a batch.
+
+A row is one token's activation. Activations are packed `[R, ...]`; there is no padded `[B, T]` behind the public door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Metadata of R packed rows of N sequences.
+
+    positions_R  int64, the row's absolute position in its sequence
+    sequence_R   int64, which of the N sequences the row belongs to
+    starts_N1    int32, row offsets: sequence n owns rows starts[n] .. starts[n + 1]
+    lengths_N    int32, tokens of sequence n in memory after these rows are pushed
+    max_rows     host bound on the rows of one sequence (shapes a launch, never a byte)
+    max_length   host bound on lengths_N (likewise)
+    """
+
+    positions_R: Tensor
+    sequence_R: Tensor
+    starts_N1: Tensor
+    lengths_N: Tensor
+    max_rows: int
+    max_length: int
+
+    @property
+    def count(self) -> int:
+        return self.positions_R.shape[0]
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor) -> Rows:
+        """Whole documents packed one after another: training's rows. ValueError unless cu_seqlens ascends from 0."""
+        starts = check_cu_seqlens(cu_seqlens)
+        return cls.pushed([b - a for a, b in zip(starts, starts[1:], strict=False)], None, cu_seqlens.device)
+
+    @classmethod
+    def pushed(cls, counts: list[int], contexts: list[int] | None, device: torch.device | str) -> Rows:
+        """`counts[n]` new rows of sequence n after `contexts[n]` tokens that memory already holds."""
+        before = contexts or [0] * len(counts)
+        if len(before) != len(counts) or min(counts, default=1) < 1 or min(before, default=0) < 0:
+            raise ValueError(f"each sequence needs at least one row and a context >= 0: counts {counts}, contexts {contexts}")
+        counts_N, before_N = torch.tensor(counts), torch.tensor(before)
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
+        starts[1:] = counts_N.cumsum(0)
+        sequence_R = torch.repeat_interleave(torch.arange(len(counts)), counts_N)
+        positions_R = torch.arange(int(starts[-1])) - starts[sequence_R] + before_N[sequence_R]
+        lengths = counts_N + before_N
+        return cls(
+            positions_R.to(device),
+            sequence_R.to(device),
+            starts.to(device, torch.int32),
+            lengths.to(device, torch.int32),
+            max(counts, default=0),
+            int(lengths.max()) if counts else 0,
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor) -> list[int]:
+    """The offsets as a list; ValueError unless they start at 0 and ascend strictly."""
+    starts = [int(v) for v in cu_seqlens.tolist()]
+    if len(starts) < 2 or starts[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0 and hold at least one document, got {starts[:4]}")
+    for a, b in zip(starts, starts[1:], strict=False):
+        if b <= a:
+            raise ValueError(f"cu_seqlens must ascend: {a} is followed by {b}")
+    return starts
