@@ -10,11 +10,13 @@ from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, l
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.common.ops.rope import rope, rope_table, table_hash
 from zoo.common.ops.route import route
+from zoo.common.ops.sample import Drawn, sample, score_filtered, support
 from zoo.common.ops.swiglu import swiglu
 
 __all__ = [
     "CONTRACTS",
     "Contract",
+    "Drawn",
     "Provider",
     "TokenScores",
     "add_rms_norm",
@@ -30,6 +32,9 @@ __all__ = [
     "rope",
     "rope_table",
     "route",
+    "sample",
+    "score_filtered",
+    "support",
     "swiglu",
     "table_hash",
     "watch",

@@ -69,5 +69,5 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
     provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
     return _Attention.apply(
-        q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment, provider
+        q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 
-PANEL_ROWS, KEY_TILE = 16, 64
+PANEL_ROWS, KEY_TILE, WIDTH_TILE = 16, 64, 16
 
 
 def attention(
@@ -34,21 +35,20 @@ def _sequence(
 ) -> tuple[Tensor, Tensor]:
     rows, heads, width = q_THE.shape
     length, groups = k_LGE.shape[0], k_LGE.shape[1]
-    pad = -length % KEY_TILE
+    spare_keys, spare_width = -length % KEY_TILE, -width % WIDTH_TILE  # a matmul of 5 to 11 columns would see a row's place
     # one batch entry per query head, tiles of one shape: the matmul never sees the batch
     k_HLE, v_HLE = (
-        torch.cat([t, t.new_zeros(pad, groups, width)]).to(accumulate).transpose(0, 1).repeat_interleave(heads // groups, 0)
+        pad(t, (0, spare_width, 0, 0, 0, spare_keys)).to(accumulate).transpose(0, 1).repeat_interleave(heads // groups, 0)
         for t in (k_LGE, v_LGE)
     )
     out, lse = q_THE.new_empty(q_THE.shape), torch.empty(rows, heads, dtype=accumulate)
     for first in range(0, rows, PANEL_ROWS):
         count = min(PANEL_ROWS, rows - first)
-        q = torch.zeros(heads, PANEL_ROWS, width, dtype=accumulate)
-        q[:, :count] = q_THE[first : first + count].transpose(0, 1).to(accumulate)
+        q = pad(q_THE[first : first + count].transpose(0, 1).to(accumulate), (0, spare_width, 0, PANEL_ROWS - count))
         position = torch.full((PANEL_ROWS,), context + first)
         position[:count] = torch.arange(context + first, context + first + count)
         merged, panel_lse = _panel(q, k_HLE, v_HLE, position, scale, segment, q_THE.dtype)
-        out[first : first + count] = merged[:, :count].transpose(0, 1).to(q_THE.dtype)
+        out[first : first + count] = merged[:, :count, :width].transpose(0, 1).to(q_THE.dtype)
         lse[first : first + count] = panel_lse[:, :count].T
     return out, lse
 
@@ -59,6 +59,7 @@ def _panel(
     """One panel against all its keys: a streaming softmax in each segment, segments merged left to right."""
     last = int(position_P.max())
     span = segment or k_HLE.shape[1]
+    assert span % KEY_TILE == 0, f"key segments of {span} are not whole tiles of {KEY_TILE}"
     total, total_lse = None, None
     for begin in range(0, last + 1, span):
         part, part_lse = _segment(q_HPE, k_HLE, v_HLE, position_P, scale, begin, min(begin + span, last + 1), dtype)

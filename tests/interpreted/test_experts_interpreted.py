@@ -1,0 +1,92 @@
+"""The experts kernels in Triton's interpreter: layout, indexing and gradients, in FP32 (its bf16 products are wrong)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from zoo.common.ops.experts import kernels, reference
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+HIDDEN, INNER, EXPERTS, SLOTS = 80, 48, 5, 3
+
+
+def made(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, chosen experts (distinct in a row, the last expert never chosen), gate_up and down."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, HIDDEN, generator=random)
+    chosen = torch.rand(rows, EXPERTS - 1, generator=random).argsort(1)[:, :SLOTS]
+    gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) / HIDDEN**0.5
+    down = torch.randn(EXPERTS, HIDDEN, INNER, generator=random) / INNER**0.5
+    return x, chosen.contiguous(), gate_up, down
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30, 900])
+@pytest.mark.parametrize("tile", [1, 16])
+def test_layout_is_a_stable_sort(rows: int, tile: int) -> None:
+    chosen = made(rows)[1]
+    layout = kernels.lay_out(chosen, EXPERTS, tile)
+    order = chosen.view(-1).argsort(stable=True)
+    assert torch.equal(layout.pair_P[layout.pair_P >= 0], order.int())
+    assert torch.equal(layout.pair_P[layout.place_RK.view(-1).long()], torch.arange(rows * SLOTS).int())
+    assert not torch.equal(layout.pair_P[layout.pair_P >= 0], order.flip(0).int())
+    counts = torch.bincount(chosen.view(-1), minlength=EXPERTS)
+    tiles = (counts + tile - 1) // tile
+    assert torch.equal(layout.first_X1, torch.cat([tiles.new_zeros(1), tiles.cumsum(0)]).int() * tile)
+    owners = torch.arange(EXPERTS).repeat_interleave(tiles)
+    assert torch.equal(layout.expert_B[: len(owners)], owners.int())
+    assert bool((layout.expert_B[len(owners) :] == -1).all())
+
+
+def test_tile_bound_holds_for_every_spread() -> None:
+    for experts, pairs, tile in ((4, 7, 2), (3, 9, 4), (5, 4, 16)):
+        worst = max(sum(-(-n // tile) for n in (a, b, pairs - a - b)) for a in range(pairs + 1) for b in range(pairs + 1 - a))
+        assert worst <= kernels._tiles(pairs, experts, tile)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 40, 170])
+def test_forward_is_the_reference(rows: int) -> None:
+    operands = made(rows)
+    got, wanted = kernels.experts_triton(*operands), reference.experts(*operands)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    if rows > 1:
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(got.roll(1, 0), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows() -> None:
+    x, chosen, gate_up, down = made(1)
+    assert kernels.experts_triton(x[:0], chosen[:0], gate_up, down).shape == (0, SLOTS, HIDDEN)
+    grads = kernels.experts_backward(x.new_zeros(0, SLOTS, HIDDEN), x[:0], chosen[:0], gate_up, down)
+    assert [tuple(g.shape) for g in grads] == [(0, HIDDEN), tuple(gate_up.shape), tuple(down.shape)]
+
+
+def test_row_law() -> None:
+    x, chosen, gate_up, down = made(5)
+    whole = kernels.experts_triton(x, chosen, gate_up, down)
+    for rows in ([0], [4], [3, 1], [4, 3, 2, 1, 0]):
+        assert torch.equal(kernels.experts_triton(x[rows], chosen[rows], gate_up, down), whole[rows])
+    other = x.clone()
+    other[2] += 1
+    changed = kernels.experts_triton(other, chosen, gate_up, down)
+    assert [torch.equal(changed[r], whole[r]) for r in range(5)] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 50])
+def test_backward_is_the_reference(rows: int) -> None:
+    operands = made(rows)
+    grad = torch.randn(rows, SLOTS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    got = kernels.experts_backward(grad, *operands)
+    for mine, wanted in zip(got, reference.experts_backward(grad, *operands), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+    assert not got[1][-1].any() and not got[2][-1].any()
+    swapped = kernels.experts_backward(grad.flip(1), *operands)
+    assert not torch.allclose(swapped[2], got[2], rtol=1e-4, atol=1e-4)
+    again = kernels.experts_backward(grad, *operands)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))

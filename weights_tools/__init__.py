@@ -1,0 +1,1 @@
+"""Tools for checkpoints: make-tiny, inspect, compare, convert."""

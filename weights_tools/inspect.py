@@ -1,0 +1,96 @@
+"""What a checkpoint holds, from its headers; the content hash streams the data one tensor at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zoo.common.checkpoint import Checkpoint, WeightTable
+from zoo.common.fingerprint import content_hash
+from zoo.common.hashing import checksums
+from zoo.common.registry import model_class
+
+
+def show(path: str, revision: str | None = None, content: bool = True, console: Console | None = None) -> None:
+    """Prints the tables. ValueError for a checkpoint that can't be opened; an unsupported one is shown with the reason."""
+    console = console or Console()
+    source = Checkpoint.open(path, revision)
+    stored = source.tensors
+    try:
+        made = model_class(source.config)
+        table: WeightTable | None = made.table(made.config_class.from_hf(source.config))
+        known = f"loads with {made.__name__}"
+    except ValueError as error:
+        table, known = None, f"not supported: {error}"
+
+    summary = Table(title=str(source.folder), show_header=False)
+    summary.add_row("model_type", str(source.config.get("model_type")))
+    summary.add_row("zoo", known)
+    dtypes = Counter[str]()
+    for tensor in stored.values():
+        dtypes[tensor.dtype] += tensor.nbytes
+    summary.add_row("tensors", f"{len(stored)}, " + ", ".join(f"{n} {_size(b)}" for n, b in dtypes.most_common()))
+    summary.add_row("files", ", ".join(source.files))
+    if table is not None:
+        try:
+            source.match(table)
+        except ValueError as error:
+            summary.add_row("fault", str(error))
+    if content and table is not None:
+        summary.add_row("content hash", _hash(source, table))
+    console.print(summary)
+
+    config = Table("field", "value", title="config.json")
+    for name, value in source.config.items():
+        config.add_row(name, str(value))
+    console.print(config)
+
+    shards = Table("shard", "tensors", "bytes", title="shards")
+    for shard in source.shards:
+        shards.add_row(shard.name, str(len(shard.tensors)), _size(sum(t.nbytes for t in shard.tensors)))
+    console.print(shards)
+
+    use = _uses(table)
+    listing = Table("tensor", "dtype", "shape", "bytes", "used as", title="tensors")
+    for tensor in stored.values():
+        role = use.get(tensor.name) or ("" if table is None else "carried through" if table.is_carried(tensor.name) else "UNKNOWN")
+        listing.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), _size(tensor.nbytes), role)
+    console.print(listing)
+
+
+def _uses(table: WeightTable | None) -> dict[str, str]:
+    if table is None:
+        return {}
+    return {
+        piece.published: entry.ours + ("" if piece.expert is None else f"[{piece.expert}]") + (f" from row {piece.start}" if piece.start else "")
+        for entry in table.entries
+        for layout in entry.layouts
+        for piece in layout
+    }
+
+
+def _hash(source: Checkpoint, table: WeightTable) -> str:
+    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout."""
+    stored = source.tensors
+    parts = []
+    for entry, piece in table.pieces():
+        if piece.published not in stored:
+            return f"none: {piece.published} is not stored"
+        tensor = stored[piece.published].read()
+        if table.is_fp32(entry.ours):
+            tensor = tensor.to(torch.float32)
+        checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))
+        parts.append((piece.published, str(tensor.dtype), tuple(tensor.shape), checksum))
+    return content_hash(parts)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

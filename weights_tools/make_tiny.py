@@ -1,0 +1,127 @@
+"""Small random checkpoints in published format, as a hub repository would hold them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.checkpoint import fresh_folder, write_shards
+from zoo.common.pretrained import draw_piece
+from zoo.common.registry import model_class
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+# the fields of a published config.json, at tiny sizes
+ARCHS: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_QWEN3, "max_window_layers": 3},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **_QWEN3,
+        "max_window_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
+}
+SHARDS = 3
+SPECIAL = ("<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
+_CORPUS = (
+    "The trainer and the sampler read the same weights and must score every token with the same bytes.",
+    "Guess the word: five letters, green for the right place, yellow for the wrong place, grey for absent.",
+    "One row is one token; a chunk of rows, a page of keys and values, a step of the optimizer, a new version.",
+    "0 1 2 3 4 5 6 7 8 9 10 100 1000; def add(a, b): return a + b",
+)
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tiny(
+    arch: str, out: str | Path, *, hidden: int | None = None, layers: int | None = None, tied: bool = False, seed: int = 0
+) -> Path:
+    """Writes the folder and returns it. The same arguments give the same bytes. ValueError for an unknown arch or a non-empty `out`."""
+    if arch not in ARCHS:
+        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(ARCHS)}")
+    fields = {**ARCHS[arch], "tie_word_embeddings": tied}
+    fields |= {"hidden_size": hidden} if hidden is not None else {}
+    fields |= {"num_hidden_layers": layers, "max_window_layers": layers} if layers is not None else {}
+    made = model_class(fields)
+    table = made.table(made.config_class.from_hf(fields))
+    places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
+    specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
+
+    def draw(name: str) -> Tensor:
+        entry, piece = places[name]
+        tensor = torch.empty(piece.shape, dtype=dtypes[name])
+        return draw_piece(piece, tensor, seed, table, entry, made.recipe)
+
+    dtypes = {name: dtype for name, dtype, _ in specs}
+    total = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs)
+    with fresh_folder(out) as folder:
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        generation = {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 3, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        write_tokenizer(folder, fields["vocab_size"])
+        write_shards(folder, specs, draw, -(-total // SHARDS))
+    return Path(out)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens that AutoTokenizer loads."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    assert tokenizer.get_vocab_size() <= vocab_size, f"{tokenizer.get_vocab_size()} tokens for a vocabulary of {vocab_size}"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    unknown, bos, eos, pad, *_ = SPECIAL
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unknown,
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,344 @@
+"""Checkpoints in Hugging Face format: the table of names, strict reading, and writing back byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common.hub import SIDECARS, locate, parse
+from zoo.common.shards import DTYPES, NAMES, Shard, StoredTensor, header_of, read_shard, write_shard
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One published tensor and its place inside one of our parameters.
+
+    expert  index on our parameter's leading dimension, if it stacks experts
+    start   first row that it fills: param[start : start + shape[0]], or the same inside param[expert]
+    """
+
+    published: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    start: int = 0
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of our parameter that this published tensor is."""
+        inside = parameter if self.expert is None else parameter[self.expert]
+        return inside[self.start : self.start + self.shape[0]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours.
+
+    ours            its name in module.state_dict()
+    layouts         alternatives as published checkpoints have them; the first is what save writes by default
+    optional_alias  may be absent; when present its bytes must equal those of the parameter (lm_head of a tied model)
+    """
+
+    ours: str
+    layouts: tuple[tuple[Piece, ...], ...]
+    optional_alias: bool = False
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """All parameters of a geometry.
+
+    carried  regexes of published names that are recognised, not used, and written back as they were (vision, MTP)
+    fp32     regexes of our names that are FP32 parameters
+    """
+
+    entries: tuple[Entry, ...]
+    carried: tuple[str, ...]
+    fp32: tuple[str, ...] = ()
+
+    def is_carried(self, published: str) -> bool:
+        return any(re.fullmatch(pattern, published) for pattern in self.carried)
+
+    def is_fp32(self, ours: str) -> bool:
+        return any(re.fullmatch(pattern, ours) for pattern in self.fp32)
+
+    def pieces(self) -> Iterator[tuple[Entry, Piece]]:
+        """The default layout of every parameter, aliases left out."""
+        return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which published tensor of a checkpoint fills which place: published name -> (entry, piece)."""
+
+    places: dict[str, tuple[Entry, Piece]]
+    carried: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: headers, config and small files are read and checked, no tensor is.
+
+    files  config.json, tokenizer and generation files by name (all that save copies through, small enough to hold)
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    index: bytes | None
+    files: dict[str, bytes]
+
+    @classmethod
+    def open(cls, path_or_hub_id: str | Path, revision: str | None = None) -> Checkpoint:
+        """ValueError in one sentence for whatever is missing, truncated or contradictory."""
+        folder = locate(path_or_hub_id, revision)
+        names = {p.name for pattern in SIDECARS for p in folder.glob(pattern) if p.is_file()} - {INDEX}
+        if "config.json" not in names:
+            raise ValueError(f"{folder} has no config.json")
+        files = {name: (folder / name).read_bytes() for name in sorted(names)}
+        config = parse(folder / "config.json", files["config.json"])
+        index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
+        checkpoint = cls(folder, config, tuple(_shards(folder, index)), index, files)
+        twice = [n for n, count in Counter(t.name for s in checkpoint.shards for t in s.tensors).items() if count > 1]
+        if twice:
+            raise ValueError(f"{folder}: {_some(twice)} stand in more than one file")
+        return checkpoint
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+
+    def match(self, table: WeightTable) -> Match:
+        """Finds every parameter's layout by names and shapes. ValueError naming what is missing, unknown or wrong-shaped."""
+        stored = self.tensors
+        places: dict[str, tuple[Entry, Piece]] = {}
+        missing: list[str] = []
+        for entry in table.entries:
+            layout = max(entry.layouts, key=lambda pieces: sum(p.published in stored for p in pieces) / len(pieces))
+            absent = [p.published for p in layout if p.published not in stored]
+            missing += [] if entry.optional_alias else absent
+            places |= {p.published: (entry, p) for p in layout if p.published in stored}
+        rest = [name for name in stored if name not in places]
+        unknown = [name for name in rest if not table.is_carried(name)]
+        shapes = [
+            f"{name} {list(stored[name].shape)} where the config needs {list(piece.shape)}"
+            for name, (_, piece) in places.items()
+            if stored[name].shape != piece.shape
+        ]
+        faults = [(missing, "missing"), (unknown, "unknown"), (shapes, "of a wrong shape")]
+        if any(names for names, _ in faults):
+            raise ValueError(f"{self.folder}: " + "; ".join(f"{len(n)} tensors {what}: {_some(n)}" for n, what in faults if n))
+        return Match(places, tuple(name for name in rest if name not in unknown))
+
+    def main_dtype(self, match: Match, table: WeightTable) -> torch.dtype:
+        """The stored dtype of the most elements, FP32 entries left out."""
+        stored, elements = self.tensors, Counter[str]()
+        for name, (entry, _) in match.places.items():
+            if not table.is_fp32(entry.ours):
+                elements[stored[name].dtype] += stored[name].nbytes // DTYPES[stored[name].dtype].itemsize
+        return DTYPES[elements.most_common(1)[0][0]]
+
+
+def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table: WeightTable, convert: bool) -> None:
+    """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one rounding."""
+    parameters, stored = _parameters(module), checkpoint.tensors
+    wrong = []
+    for name, (entry, _) in match.places.items():
+        have, want = DTYPES[stored[name].dtype], parameters[entry.ours].dtype
+        floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
+        allowed = {want} | (floats if convert or table.is_fp32(entry.ours) else set())
+        if have not in allowed:
+            wrong.append(f"{name} is {stored[name].dtype} where the program needs {NAMES[want]}")
+    if wrong:
+        hint = "" if convert else "; dtype=torch.bfloat16 rounds floating-point weights once at load"
+        raise ValueError(f"{checkpoint.folder}: {len(wrong)} tensors of a wrong dtype: {_some(wrong)}{hint}")
+
+
+@torch.no_grad()
+def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
+    """Streams every tensor into the module's allocated parameters. ValueError naming a NaN, an infinity or an alias that differs."""
+    parameters = _parameters(module)
+    aliases = []
+    for stored in (tensor for shard in checkpoint.shards for tensor in shard.tensors):
+        if stored.name not in match.places:
+            continue
+        entry, piece = match.places[stored.name]
+        if entry.optional_alias:
+            aliases.append((stored, entry, piece))
+            continue
+        view = piece.of(parameters[entry.ours])
+        view.copy_(stored.read())
+        check_finite(stored.name, view)
+    for stored, entry, piece in aliases:
+        check_alias(stored.name, stored.read(), piece.of(parameters[entry.ours]), entry.ours)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = ~torch.isfinite(tensor)
+        raise ValueError(f"{name} has {int(bad.sum())} NaN or infinite values, the first at {bad.nonzero()[0].tolist()}")
+
+
+def check_alias(name: str, tensor: Tensor, tied: Tensor, ours: str) -> None:
+    """The alias of a tied tensor must be the same bytes."""
+    alias = tensor.to(tied.device, tied.dtype)
+    differing = int((alias.contiguous().view(torch.uint8) != tied.contiguous().view(torch.uint8)).sum())
+    if differing:
+        raise ValueError(f"{name} must equal the tied {ours}, {differing} bytes differ")
+
+
+@torch.no_grad()
+def save(
+    module: nn.Module, table: WeightTable, config: dict[str, Any], path: str | Path, source: Checkpoint | None, shard_bytes: int
+) -> None:
+    """Writes a checkpoint: as `source` was when the module was loaded from one, else shards of at most `shard_bytes`."""
+    parameters = _parameters(module)
+    if source is None:
+        places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
+        specs = [(name, parameters[entry.ours].dtype, piece.shape) for name, (entry, piece) in places.items()]
+        with fresh_folder(path) as folder:
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            write_shards(folder, specs, lambda name: places[name][1].of(parameters[places[name][0].ours]), shard_bytes)
+        return
+    match = source.match(table)
+    stored = source.tensors
+    for shard in source.shards:  # carried tensors are read from where they were
+        if any(t.name in match.carried for t in shard.tensors) and read_shard(shard.tensors[0].path).header != shard.header:
+            raise ValueError(f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through")
+
+    def value(name: str) -> Tensor:
+        if name not in match.places:
+            return stored[name].read()
+        entry, piece = match.places[name]
+        ours = piece.of(parameters[entry.ours])
+        return ours.to(dtypes[name])
+
+    dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
+    for name, (entry, piece) in match.places.items():
+        ours = piece.of(parameters[entry.ours])
+        # an FP32 parameter that was stored narrower goes back narrower only while that loses nothing
+        if not (table.is_fp32(entry.ours) and torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours)):
+            dtypes[name] = ours.dtype
+    with fresh_folder(path) as folder:
+        for name, content in source.files.items():
+            (folder / name).write_bytes(content)
+        (folder / "config.json").write_bytes(_config_bytes(source, match, dtypes))
+        total = 0
+        for shard in source.shards:
+            same = all(DTYPES[t.dtype] == dtypes[t.name] for t in shard.tensors)
+            header = shard.header if same else header_of((t.name, dtypes[t.name], t.shape) for t in shard.tensors)
+            write_shard(folder / shard.name, header, [t.name for t in shard.tensors], value)
+            total += sum(t.nbytes // DTYPES[t.dtype].itemsize * dtypes[t.name].itemsize for t in shard.tensors)
+        if source.index is not None:
+            if total != sum(t.nbytes for t in stored.values()):
+                index = json.loads(source.index)
+                index["metadata"] = {**index.get("metadata", {}), "total_size": total}
+                (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            else:
+                (folder / INDEX).write_bytes(source.index)
+
+
+def write_shards(
+    folder: Path, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], read: Callable[[str], Tensor], shard_bytes: int
+) -> None:
+    """Tensors in the given order, in files of at most `shard_bytes` (one tensor may be more), with an index when there are several."""
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    room = shard_bytes
+    total = 0
+    for name, dtype, shape in specs:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if groups[-1] and size > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append((name, dtype, shape))
+        room -= size
+        total += size
+    weight_map = {}
+    for number, group in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_shard(folder / file, header_of(group), [name for name, *_ in group], read)
+        weight_map |= {name: file for name, *_ in group}
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def fresh_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary sibling that becomes `path` when the block succeeds and vanishes when it fails. Refuses a non-empty `path`."""
+    target = Path(path).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        inner = work / target.name  # mkdtemp's own folder is private to this user; the one inside has ordinary rights
+        inner.mkdir()
+        yield inner
+        if target.exists():
+            target.rmdir()
+        os.rename(inner, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _shards(folder: Path, index: bytes | None) -> Iterator[Shard]:
+    present = sorted(p.name for p in folder.glob("*.safetensors"))
+    if index is None:
+        if SINGLE not in present and len(present) != 1:
+            what = f"{len(present)} .safetensors files and no {INDEX}" if present else "no .safetensors file"
+            raise ValueError(f"{folder} has {what}")
+        yield read_shard(folder / (SINGLE if SINGLE in present else present[0]))
+        return
+    weight_map = parse(folder / INDEX, index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    files = sorted(set(weight_map.values()))
+    outside = [f for f in files if Path(f).name != f]
+    if outside:
+        raise ValueError(f"{folder / INDEX} names files outside its folder: {_some(outside)}")
+    absent = [f for f in files if f not in present]
+    if absent:
+        raise ValueError(f"{folder}: {INDEX} names {len(absent)} absent files: {_some(absent)}")
+    for file in files:
+        shard = read_shard(folder / file)
+        listed = {name for name, where in weight_map.items() if where == file}
+        differing = sorted(listed ^ {t.name for t in shard.tensors})
+        if differing:
+            raise ValueError(f"{folder}: {INDEX} and {file} disagree on {len(differing)} tensors: {_some(differing)}")
+        yield shard
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def _config_bytes(source: Checkpoint, match: Match, dtypes: dict[str, torch.dtype]) -> bytes:
+    """config.json as it was, unless the weights were converted: then its dtype field follows them."""
+    stored = source.tensors
+    if all(DTYPES[stored[name].dtype] == dtypes[name] for name in match.places):
+        return source.files["config.json"]
+    main = Counter(dtypes[name] for name in match.places).most_common(1)[0][0]
+    fields = dict(source.config)
+    for field in ("dtype", "torch_dtype"):
+        if field in fields:
+            fields[field] = str(main).removeprefix("torch.")
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,75 @@
+"""Reading config.json strictly: every field is read by name, ignored by name, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class FieldReader:
+    """Hands out fields of a published config and remembers which were read. ValueError names the family, field and value."""
+
+    def __init__(self, family: str, fields: dict[str, Any], ignored: frozenset[str]) -> None:
+        self.family, self.fields, self.seen = family, fields, set(ignored)
+
+    def raw(self, name: str, absent: Any = _MISSING) -> Any:
+        self.seen.add(name)
+        value = self.fields.get(name, absent)
+        if value is _MISSING:
+            raise ValueError(f"{self.family}: config.json has no {name!r}")
+        return value
+
+    def integer(self, name: str) -> int:
+        value = self.raw(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{self.family}: {name} must be an integer of at least 1, it is {value!r}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.raw(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
+        return float(value)
+
+    def boolean(self, name: str) -> bool:
+        value = self.raw(name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.family}: {name} must be true or false, it is {value!r}")
+        return value
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing."""
+        value = self.raw(name, None)
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
+
+    def one_of(self, name: str, *values: Any) -> Any:
+        value = self.raw(name)
+        if value not in values:
+            raise ValueError(f"{self.family}: {name} {value!r} is not supported, only {' or '.join(map(repr, values))}")
+        return value
+
+    def only(self, name: str, wanted: Any, absent: Any = _MISSING) -> None:
+        """Refuses any value but the one that the model file implements."""
+        value = self.raw(name, absent)
+        if value != wanted:
+            raise ValueError(f"{self.family}: {name} {value!r} is not supported, only {wanted!r}")
+
+    def rope_theta(self) -> float:
+        """Old configs have rope_theta, newer ones rope_parameters; scaled variants are refused."""
+        parameters = self.raw("rope_parameters", None) or {}
+        scaling = self.raw("rope_scaling", None)
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" or scaling is not None:
+            raise ValueError(f"{self.family}: rope type {scaling or kind!r} is not supported, only 'default'")
+        theta = self.raw("rope_theta", parameters.get("rope_theta"))
+        if not isinstance(theta, int | float) or theta <= 0:
+            raise ValueError(f"{self.family}: rope_theta must be a number above 0, it is {theta!r}")
+        return float(theta)
+
+    def finish(self) -> None:
+        unknown = sorted(set(self.fields) - self.seen)
+        if unknown:
+            raise ValueError(f"{self.family}: config.json has unknown fields {', '.join(f'{n}={self.fields[n]!r}' for n in unknown[:5])}")

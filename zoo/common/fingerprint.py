@@ -1,0 +1,124 @@
+"""The fingerprint: what a trainer, a server and a recorded rollout must agree on, and what is only reported."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import platform
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import layers
+from zoo.common.checkpoint import Entry, Piece, WeightTable
+from zoo.common.hashing import checksums
+from zoo.common.ops import CONTRACTS
+from zoo.common.program import Program
+
+PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Four parts. `program` and `weights` must match; `toolchain` and `realisation` are reported.
+
+    weights  content hash of the published tensors, hexadecimal
+    """
+
+    program: dict[str, str]
+    weights: str
+    toolchain: dict[str, str]
+    realisation: dict[str, str]
+
+    def check(self, other: Fingerprint) -> None:
+        """ValueError listing the differing lines of program and weights."""
+        mine, theirs = ({**f.program, "weights": f.weights} for f in (self, other))
+        lines = [
+            f"{name}: {mine.get(name, 'absent')} against {theirs.get(name, 'absent')}"
+            for name in dict.fromkeys([*mine, *theirs])
+            if mine.get(name) != theirs.get(name)
+        ]
+        if lines:
+            raise ValueError(f"fingerprints differ in {len(lines)} lines: " + "; ".join(lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
+        names = set(cls.__dataclass_fields__)
+        if set(fields) != names:
+            raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {sorted(fields)}")
+        return cls(**fields)
+
+
+def content_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
+    """Hash of (published name, dtype, shape, 64-bit checksum), whatever the order they come in."""
+    digest = hashlib.sha256()
+    for name, dtype, shape, checksum in sorted(tensors):
+        digest.update(f"{name} {dtype} {list(shape)} {checksum & (1 << 64) - 1:016x}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
+    """Content hash of a module's parameters in published names, default layout; one copy back to the host."""
+    groups: dict[tuple[str, bool, int, tuple[int, ...]], list[tuple[Entry, Piece]]] = defaultdict(list)
+    for entry, piece in table.pieces():
+        groups[entry.ours, piece.expert is not None, piece.start, piece.shape].append((entry, piece))
+    named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    sums = []
+    for (ours, stacked, start, shape), members in groups.items():
+        parameter = parameters[ours]
+        rows_XR = parameter[:, start : start + shape[0]] if stacked else parameter[None, start : start + shape[0]]
+        if stacked and [piece.expert for _, piece in members] != list(range(parameter.shape[0])):
+            rows_XR = rows_XR[torch.tensor([piece.expert for _, piece in members], device=rows_XR.device)]
+        sums.append(checksums(rows_XR.reshape(*rows_XR.shape[:2], -1)))
+        named += [(piece.published, parameter.dtype, shape) for _, piece in members]
+    return content_hash((str(n), str(d), s, c) for (n, d, s), c in zip(named, torch.cat(sums).tolist(), strict=True))
+
+
+def toolchain(device: torch.device) -> dict[str, str]:
+    """Versions of what compiles and runs the kernels."""
+    out = {"python": platform.python_version(), "torch": torch.__version__, "cpu": platform.machine()}
+    for package in ("triton", *PACKAGES):
+        try:
+            out[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            out[package] = "not installed"
+    if device.type == "cuda":
+        out["cuda"] = str(torch.version.cuda)
+        out["gpu"] = torch.cuda.get_device_name(device)
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        out["driver"] = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return out
+
+
+def realisation(module: nn.Module, program: Program) -> dict[str, str]:
+    """Which provider runs each op, and each shape of the matrix products."""
+    out = {}
+    chosen = set()
+    for part in module.modules():
+        if isinstance(part, layers.Linear):
+            shape: tuple[int, ...] = (*part.weight.shape, part.k_parts)
+            chosen.add(("linear", shape))
+        elif isinstance(part, layers.Experts):
+            count, hidden, inner = part.down.shape
+            chosen.add(("experts", (count, hidden, inner)))
+    defining = True
+    for op, shape in sorted(chosen):
+        provider = CONTRACTS[op].provider(program, shape)
+        defining &= provider.defining
+        out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
+    for op, contract in sorted(CONTRACTS.items()):
+        members = [p.name for p in contract.providers if p.device == program.device and p.byte_class == program.byte_class(op) and p.installed()]
+        out.setdefault(op, " or ".join(members) or "none")
+    out["layout"] = "one device"
+    # without a stored qualification every class runs its defining provider
+    out["qualification"] = "unqualified" if defining else "qualified"
+    return out

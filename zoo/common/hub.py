@@ -1,0 +1,62 @@
+"""Where a checkpoint lies: a local folder, or a repository of the Hugging Face hub downloaded into its cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SIDECARS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")  # config, tokenizer, generation; the hub's usual names
+
+
+def locate(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint, downloaded first if it is a hub id. ValueError in one sentence when there is none."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"{path} is a local folder and has no revisions, but revision {revision!r} was asked for")
+        return path
+    if path.is_absolute() or str(path_or_hub_id).startswith((".", "~")) or len(path.parts) > 2 or path.exists():
+        raise ValueError(f"{path_or_hub_id} is not a folder and not a hub id (owner/name)")
+    return _download(str(path_or_hub_id), revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"{repo!r}, revision {revision or 'main'!r}, at {constants.ENDPOINT}"
+    try:
+        folder = snapshot_download(repo, revision=revision, allow_patterns=["*.safetensors", *SIDECARS], ignore_patterns=["*/*"])
+    except errors.HFValidationError as error:
+        raise ValueError(f"{repo!r} is neither a local folder nor a hub id (owner/name)") from error
+    except errors.GatedRepoError as error:
+        raise ValueError(f"{where}: the repository is gated; ask for access there and log in with `hf auth login`") from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"{where}: the repository has no such revision") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(f"{where}: no such repository (or a private one without a login), and no local folder of that name") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
+        raise ValueError(f"{where}: not in the local cache (or only partly) and {state}") from error
+    except Exception as error:  # whatever the client's transport raises
+        raise ValueError(f"{where}: the download failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
+    return Path(folder)
+
+
+def read_config(path_or_hub_id: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """The fields of a checkpoint's config.json. ValueError if it has none or it is not a JSON object."""
+    path = locate(path_or_hub_id, revision) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no config.json")
+    return parse(path, path.read_bytes())
+
+
+def parse(path: Path, content: bytes) -> dict[str, Any]:
+    """A JSON object. ValueError naming the file."""
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}, not an object")
+    return fields

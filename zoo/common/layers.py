@@ -1,0 +1,90 @@
+"""nn.Modules that own a parameter and call one op. No arithmetic of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.program import Program
+
+
+class Embedding(nn.Module):
+    """weight [V, D]."""
+
+    def __init__(self, vocabulary: int, width: int, program: Program) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, width, dtype=program.torch_dtype))
+        self.program = program
+
+    def forward(self, ids_R: Tensor) -> Tensor:
+        return ops.embed(ids_R, self.weight, program=self.program)
+
+
+class Linear(nn.Module):
+    """weight [N, K]; several projections of one input are one Linear (the column law makes that exact)."""
+
+    def __init__(self, inputs: int, outputs: int, program: Program, *, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=program.torch_dtype))
+        self.program, self.out_dtype, self.k_parts = program, out_dtype, k_parts
+
+    def forward(self, x_RK: Tensor) -> Tensor:
+        return ops.linear(x_RK, self.weight, program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
+
+
+class RMSNorm(nn.Module):
+    """weight [D]. With a branch it first adds it to the residual stream: forward(residual, branch) -> (normed, new residual)."""
+
+    def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.eps, self.program, self.zero_centred = eps, program, zero_centred
+
+    def forward(self, residual_RD: Tensor, branch_RD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if branch_RD is None:
+            normed = ops.rms_norm(residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+            return normed, residual_RD
+        return ops.add_rms_norm(branch_RD, residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+
+
+class HeadNorm(nn.Module):
+    """weight [E]: an RMSNorm over each head's columns."""
+
+    def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.eps, self.program, self.zero_centred = eps, program, zero_centred
+
+    def forward(self, x_RHE: Tensor) -> Tensor:
+        return ops.rms_norm(x_RHE, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+
+
+class Experts(nn.Module):
+    """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]."""
+
+    def __init__(self, count: int, hidden: int, inner: int, program: Program) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=program.torch_dtype))
+        self.down = nn.Parameter(torch.empty(count, hidden, inner, dtype=program.torch_dtype))
+        self.program = program
+
+    def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
+        slots_RKD = ops.experts(x_RD, experts_RK, self.gate_up, self.down, program=self.program)
+        return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
+
+
+class RotaryTable(nn.Module):
+    """The whole FP32 table, made on the CPU and moved; not a buffer, since .to(bfloat16) would round it."""
+
+    def __init__(self, positions: int, rotated: int, theta: float, program: Program) -> None:
+        super().__init__()
+        self.positions, self.rotated, self.theta, self.program = positions, rotated, theta, program
+        self.table_PC2 = torch.empty(0)
+
+    def reset_buffers(self, device: torch.device | str) -> None:
+        with torch.device("cpu"):
+            self.table_PC2 = ops.rope_table(self.positions, self.rotated, self.theta).to(device)
+
+    def forward(self, x_RHE: Tensor, positions_R: Tensor) -> Tensor:
+        return ops.rope(x_RHE, self.table_PC2, positions_R, program=self.program)

@@ -1,0 +1,208 @@
+"""Cases of attention: packed documents, and the same documents pushed through paged memory in any pieces and places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.memory import KeyValues, PagedMemory
+from zoo.common.ops.attention.reference import KEY_TILE
+from zoo.common.ops.cases import Case, Draw, Trial, repeat
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.testing import Args, Plan, assert_place_law, assert_row_law, assert_same_bytes, assert_shard_law, assert_split_law, split_plans
+
+FA4_KEY_TILE = 128
+QKV = ("q_RHE", "k_RGE", "v_RGE")
+
+
+@dataclass(frozen=True)
+class PagePlace:
+    """Where sequences live: page size, order of pages, spare pages, what dead memory holds, unused table columns."""
+
+    page_size: int = 128
+    order: int | None = None
+    spare: int = 3
+    fill: float = torch.nan
+    columns: int = 0
+
+
+PLACES = {
+    "pages in order": PagePlace(fill=0.0, spare=1),
+    "dead pages of NaN": PagePlace(),
+    "shuffled pages of 16": PagePlace(16, order=1, spare=9),
+    "shuffled pages of 64": PagePlace(64, order=2, fill=torch.inf),
+    "pages of 80": PagePlace(80, order=3, columns=3),
+    "reversed pages of 128, wide table": PagePlace(128, order=-1, columns=7, fill=-3e38),
+}
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    out = [0]
+    for length in lengths:
+        out.append(out[-1] + length)
+    return out
+
+
+def edge_lengths(program: Program, width: int) -> list[int]:
+    """Lengths at each tile and segment edge of the program for heads of `width`."""
+    tile = KEY_TILE if program.device == "cpu" else FA4_KEY_TILE
+    segment = program.key_segment(width)
+    edges = [16, tile, 2 * tile] + ([] if segment is None else [segment, 2 * segment])
+    return sorted({1, 2} | {edge + off for edge in edges for off in (-1, 0, 1)})
+
+
+def attend(t: Trial, args: Args) -> Any:
+    """The packed call, as training makes it."""
+    rows = Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args["q_RHE"].device))
+    return t.op("attention")(args["q_RHE"], KeyValues(args["k_RGE"], args["v_RGE"]), rows, args["scale"], program=t.program)
+
+
+def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
+    """The same documents pushed by `plan` into memory at `place`: outputs in packed order, cached bytes per document."""
+    q, k, v = (args[name] for name in QKV)
+    lengths, starts, device = args["lengths"], starts_of(args["lengths"]), args["q_RHE"].device
+    needed = [-(-length // place.page_size) for length in lengths]
+    total = 1 + sum(needed) + place.spare
+    memory = PagedMemory(1, total, place.page_size, k.shape[1], k.shape[2], k.dtype, device)
+    memory.k_LPSGE.fill_(place.fill)
+    memory.v_LPSGE.fill_(place.fill)
+    free = list(range(1, total))
+    if place.order is not None:
+        free = free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free))
+    owned = [[free.pop(0) for _ in range(count)] for count in needed]
+    memory.clear([page for pages in owned for page in pages])
+    width = max(needed) + place.columns
+    # a column that a sequence does not use points at a dead page, or at the reserved one
+    table = torch.tensor([pages + [free[0] if place.columns and free else 0] * (width - len(pages)) for pages in owned], dtype=torch.int32)
+    out, pushed = torch.full_like(q, torch.nan), [0] * len(lengths)
+    for step in plan:
+        live = [n for n, count in enumerate(step) if count]
+        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
+        index = torch.cat([torch.arange(starts[n] + pushed[n], starts[n] + pushed[n] + step[n]) for n in live]).to(device)
+        history = memory.view(table[live].to(device))[0].append(k[index], v[index], rows)
+        out[index] = t.op("attention")(q[index], history, rows, args["scale"], program=t.program)
+        for n in live:
+            pushed[n] += step[n]
+    assert pushed == list(lengths), f"the plan pushes {pushed} rows of {list(lengths)}"
+    return {"out": out, "cached": [memory.written(pages, length) for pages, length in zip(owned, lengths, strict=True)]}
+
+
+class Sequences:
+    """Units of whole documents: a row's own history comes along, its neighbours are other documents."""
+
+    def count(self, args: Args) -> int:
+        return len(args["lengths"])
+
+    def outputs(self, args: Args, index: Tensor) -> Tensor:
+        starts = starts_of(args["lengths"])
+        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
+
+    def take(self, args: Args, index: Tensor) -> Args:
+        rows = self.outputs(args, index).to(args["q_RHE"].device)
+        lengths = [args["lengths"][n] for n in index.tolist()]
+        return {**args, **{name: args[name].index_select(0, rows) for name in QKV}, "lengths": lengths}
+
+    def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
+        rows = self.outputs(args, kept).to(args["q_RHE"].device)
+        filled = {name: torch.full_like(args[name], value).index_copy_(0, rows, args[name].index_select(0, rows)) for name in QKV}
+        return {**args, **filled}
+
+
+def _row(t: Trial) -> None:
+    assert_row_law(t.call, t.args, Sequences(), seed=t.seed)
+    whole, lengths, starts = t.call(), t.args["lengths"], starts_of(t.args["lengths"])
+    # a document cut short keeps its rows, and a finite extreme in a row's own future moves nothing before it
+    cut = [max(1, length - 1 - length // 3) for length in lengths]
+    kept = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, cut, strict=False)]).to(whole.device)
+    short = {**t.args, **{name: t.args[name].index_select(0, kept) for name in QKV}, "lengths": cut}
+    assert_same_bytes(t.call(short), whole.index_select(0, kept), "row law: documents cut short")
+    future = {name: torch.full_like(t.args[name], 1e30).index_copy_(0, kept, t.args[name].index_select(0, kept)) for name in QKV}
+    assert_same_bytes(t.call({**t.args, **future}).index_select(0, kept), whole.index_select(0, kept), "row law: an extreme future")
+
+
+def _split(t: Trial) -> None:
+    segment = t.program.key_segment(t.args["q_RHE"].shape[2])
+    edges = (16, KEY_TILE, FA4_KEY_TILE) + (() if segment is None else (segment,))
+    plans = split_plans(t.args["lengths"], edges, t.seed)
+    assert_split_law(lambda plan: push(t, t.args, plan, PagePlace()), plans)
+    whole = push(t, t.args, plans["whole"], PagePlace())["out"]
+    assert_same_bytes(whole, t.call(), "split law: pages against packed rows")
+
+
+def _place(t: Trial) -> None:
+    plan = split_plans(t.args["lengths"], (), t.seed)["at random"]
+    assert_place_law(lambda place: push(t, t.args, plan, place), PLACES)
+
+
+def _shard(t: Trial) -> None:
+    heads, groups = t.args["q_RHE"].shape[1], t.args["k_RGE"].shape[1]
+
+    def at_degree(degree: int) -> Any:
+        parts = []
+        for rank in range(degree):  # a rank holds heads / degree queries and the keys they read, replicated where there are too few
+            mine = slice(rank * heads // degree, (rank + 1) * heads // degree)
+            first = mine.start * groups // heads
+            keys = slice(first, first + max(groups // degree, 1))
+            local = {"q_RHE": t.args["q_RHE"][:, mine], "k_RGE": t.args["k_RGE"][:, keys], "v_RGE": t.args["v_RGE"][:, keys]}
+            parts.append(t.call({**t.args, **{name: part.contiguous() for name, part in local.items()}}))
+        return torch.cat(parts, 1)
+
+    fits = [d for d in range(1, heads + 1) if heads % d == 0 and (groups % d == 0 or d % groups == 0)]
+    assert_shard_law(at_degree, fits)
+
+
+def _case(
+    name: str,
+    lengths: list[int],
+    heads: int,
+    groups: int,
+    width: int,
+    kind: str = "normal",
+    laws: tuple[str, ...] = ("row", "split", "place", "shard", "repeat"),
+    device_sized: bool = False,
+) -> Case:
+    def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
+        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        return {
+            "q_RHE": draw.floats(rows, heads, width, kind=kind, scale=2.0),
+            "k_RGE": draw.floats(rows, groups, width, kind=kind),
+            "v_RGE": draw.floats(rows, groups, width, kind=kind),
+            "lengths": lengths,
+            "scale": width**-0.5,
+        }
+
+    checks = {"row": _row, "split": _split, "place": _place, "shard": _shard, "repeat": repeat}
+    devices = ("cpu", "cuda") if width in (64, 128, 256) else ("cpu",)  # FlashAttention 4's head dims
+    return Case(name, "attention", make, attend, {law: checks[law] for law in laws}, QKV, device_sized, devices)
+
+
+def cases(program: Program) -> list[Case]:
+    segment = program.key_segment(64)
+    small = [
+        _case("one row", [1], 1, 1, 8),
+        _case("ratio 1, wide", [17, 1, 66], 2, 2, 16, "wide"),
+        _case("ratio 2, cancelling", [65, 2, 64], 4, 2, 32, "cancel"),
+        _case("ratio 3", [7, 130], 3, 1, 8),
+        _case("ratio 7, odd head", [63, 1, 16], 7, 1, 7),
+        _case("ratio 8, heads of 64", [129, 5, 15], 8, 1, 64),
+        _case("ratio 4, heads of 128", [70, 33], 4, 1, 128, "wide"),
+        _case("subnormal", [31, 2], 2, 1, 64, "subnormal"),
+        _case("edges", edge_lengths(program, 64), 1, 1, 64, laws=("row", "place", "repeat")),
+        _case("a segment and more", [260 if segment is None else segment + 2, 70], 1, 1, 64, laws=("split",)),
+    ]
+    published = [("qwen3-8b", 32, 8), ("qwen3-30b-a3b", 32, 4)]
+    return small + [
+        _case(f"{name}, {what}", lengths, heads, groups, 128, device_sized=True, laws=laws)
+        for name, heads, groups in published
+        for what, lengths, laws in (
+            ("edges and 593", [*edge_lengths(program, 128), 592, 593, 594], ("row", "place", "shard", "repeat")),
+            ("700 a row at a time", [700, 257], ("split",)),
+            ("4096", [4096], ("row", "shard", "repeat")),
+        )
+    ]

@@ -1,0 +1,74 @@
+"""Cases of log_prob, logits and log_prob_of_logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.cases import Case, Draw, Trial, row_laws
+from zoo.common.program import Program
+from zoo.testing import Args, assert_fusion_law, assert_shard_law
+
+
+def _case(
+    name: str, rows: int, vocabulary: int, width: int, kind: str = "normal", temperature: bool = False, device_sized: bool = False
+) -> Case:
+    def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
+        draw = Draw(seed, device, dtype)
+        scale = 2.0**10 if kind == "subnormal" else 3.0 * width**-0.5
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return {
+            "hidden_RD": draw.floats(rows, width, kind=kind),
+            "weight_VD": draw.floats(vocabulary, width, scale=scale),
+            "targets_R": draw.integers(rows, below=vocabulary),
+            "inverse_temperature_R": draw.floats(rows, dtype=wide).abs() + 0.5 if temperature else None,
+        }
+
+    def call(t: Trial, args: Args) -> Any:
+        return t.op("log_prob")(
+            args["hidden_RD"], args["weight_VD"], args["targets_R"], program=t.program, inverse_temperature_R=args["inverse_temperature_R"]
+        )
+
+    def logits(t: Trial, weight: Tensor) -> Tensor:
+        return t.op("logits")(t.args["hidden_RD"], weight, program=t.program, inverse_temperature_R=t.args["inverse_temperature_R"])
+
+    def fusion(t: Trial) -> None:
+        def composed() -> Any:
+            return t.op("log_prob_of_logits")(logits(t, t.args["weight_VD"]), t.args["targets_R"], program=t.program)
+
+        assert_fusion_law(t.call, composed)
+
+    def shard(t: Trial) -> None:
+        groups = -(-vocabulary // t.program.vocab_group)
+
+        def at_degree(degree: int) -> Any:
+            if degree == 1:
+                return t.call()
+            # each rank makes the logits of its columns, cut on the group's grid; ranks meet in rank order
+            columns = -(-groups // degree) * t.program.vocab_group
+            parts = [logits(t, part.contiguous()) for part in t.args["weight_VD"].split(columns)]
+            return t.op("log_prob_of_logits")(torch.cat(parts, 1), t.args["targets_R"], program=t.program)
+
+        assert_shard_law(at_degree, [d for d in (1, 2, 4, 8) if d <= groups])
+
+    laws = {**row_laws("hidden_RD", "targets_R", "inverse_temperature_R"), "fusion": fusion, "shard": shard}
+    return Case(name, "log_prob", make, call, laws, ("hidden_RD", "weight_VD"), device_sized)
+
+
+def cases(program: Program) -> list[Case]:
+    group = program.vocab_group
+    return [
+        _case("one token", 1, 1, 8),
+        _case("one short of a group", 7, group - 1, 33, temperature=True),
+        _case("a group", 17, group, 64),
+        _case("one over a group", 33, group + 1, 64, "wide"),
+        _case("five groups, the last of one", 17, 4 * group + 1, 64, "cancel", temperature=True),
+        _case("K 1024", 5, 2 * group, 1024),
+        _case("subnormal", 2, 300, 128, "subnormal"),
+        _case("beyond one chunk of the vocabulary", 3, 16384 + group + 1, 16),
+        _case("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
+        _case("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
+        _case("qwen3-30b-a3b, 64 rows", 64, 151936, 2048, device_sized=True),
+    ]

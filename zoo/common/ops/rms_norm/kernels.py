@@ -1,0 +1,256 @@
+"""rms_norm on CUDA: one program holds whole rows; a few very wide rows are split over two launches; a rotation can follow."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.common.ops.tree_kernels import EXACT, pair_tree
+from zoo.common.ops.trees import padded_width
+
+TILE = 1024  # elements of narrow rows that share a program
+CHUNK = 2048  # columns of a split row per program: one subtree
+GRAD_STEPS = 32  # row tiles that one program adds into a partial weight gradient
+
+
+@triton.jit
+def _scale(square_sum, inverse_width, eps):
+    return tl.rsqrt(square_sum * inverse_width + eps)
+
+
+@triton.jit
+def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x_outer, x_inner, residual_outer, residual_inner,
+          inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
+    x_row = (row // inner) * x_outer + (row % inner) * x_inner
+    total = tl.load(x_ptr + x_row[:, None] + column[None, :], mask=mask, other=0.0)
+    flat = row[:, None] * WIDTH + column[None, :]
+    if ADD:
+        residual_row = (row // inner) * residual_outer + (row % inner) * residual_inner
+        residual = tl.load(residual_ptr + residual_row[:, None] + column[None, :], mask=mask, other=0.0)
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + flat, total, mask=mask)
+    value = total.to(tl.float32)
+    scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)
+    gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    normed = (value * scale[:, None]) * gain[None, :]
+    tl.store(normed_ptr + flat, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _chunk_squares(x_ptr, residual_ptr, total_ptr, sums_ptr, x_stride, residual_stride,
+                   WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """One aligned chunk of a row: its residual sum, and the node of the row's tree that lies above it."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * CHUNK + tl.arange(0, CHUNK)
+    mask = column < WIDTH
+    total = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
+        total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + row * WIDTH + column, total, mask=mask)
+    value = total.to(tl.float32)
+    tl.store(sums_ptr + row * PARTS + part, pair_tree(value * value, CHUNK))
+
+
+@triton.jit
+def _chunk_apply(total_ptr, weight_ptr, sums_ptr, normed_ptr, total_stride, inverse_width, eps, offset,
+                 WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The top of the tree, made again by every program of the row, then the chunk's outputs."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scale = _scale(pair_tree(tl.load(sums_ptr + row * PARTS + tl.arange(0, PARTS)), PARTS), inverse_width, eps)
+    column = part * CHUNK + tl.arange(0, CHUNK)
+    mask = column < WIDTH
+    value = tl.load(total_ptr + row * total_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+    normed = (value * scale) * gain
+    tl.store(normed_ptr + row * WIDTH + column, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(normed, total), both contiguous; total is x itself where there is no residual. The shape picks the launch."""
+    width = x.shape[-1]
+    few = x.numel() <= 4 * width and width >= 8192
+    return (rms_norm_split if few else rms_norm_whole)(x, residual, weight, eps, offset)
+
+
+def rms_norm_whole(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """A program holds one wide row or several narrow ones."""
+    normed = x.new_empty(x.shape)
+    total = x if residual is None else x.new_empty(x.shape)
+    if x.numel() == 0:
+        return normed, total
+    width = x.shape[-1]
+    x_3 = _outer_inner(x)
+    residual_3 = x_3 if residual is None else _outer_inner(residual)
+    rows, inner, block, tile = x.numel() // width, x_3.shape[1], padded_width(width), _rows_of(width)
+    _rows[(triton.cdiv(rows, tile),)](
+        x_3, residual_3, weight, normed, total, rows, inner, *x_3.stride()[:2], *residual_3.stride()[:2], 1.0 / width, eps, _addend(offset),
+        WIDTH=width, ROWS=tile, BLOCK=block, ADD=residual is not None, num_warps=_warps(block), **EXACT,
+    )  # fmt: skip
+    return normed, total
+
+
+def rms_norm_split(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The same tree over two launches, one program a chunk of a row: for few, very wide rows."""
+    normed = x.new_empty(x.shape)
+    total = x if residual is None else x.new_empty(x.shape)
+    if x.numel() == 0:
+        return normed, total
+    width = x.shape[-1]
+    x_RD = _flat_rows(x)
+    residual_RD = x_RD if residual is None else _flat_rows(residual)
+    chunk = min(CHUNK, padded_width(width))
+    parts = padded_width(width) // chunk
+    grid = (x_RD.shape[0], parts)
+    sums = torch.empty(grid, dtype=torch.float32, device=x.device)
+    shape = {"WIDTH": width, "CHUNK": chunk, "PARTS": parts}
+    added = residual is not None
+    _chunk_squares[grid](x_RD, residual_RD, total, sums, x_RD.stride(0), residual_RD.stride(0), ADD=added, num_warps=4, **shape, **EXACT)
+    source, stride = (total, width) if added else (x_RD, x_RD.stride(0))
+    _chunk_apply[grid](source, weight, sums, normed, stride, 1.0 / width, eps, _addend(offset), num_warps=4, **shape, **EXACT)
+    return normed, total
+
+
+@triton.jit
+def _rows_backward(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, partial_ptr, rows, inner, total_outer, total_inner,
+                   inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+                   ADD: tl.constexpr):  # fmt: skip
+    """STEPS tiles of rows: their grad_x, and one partial weight gradient for each row place of the tile."""
+    column = tl.arange(0, BLOCK)
+    place = tl.arange(0, ROWS)
+    gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + place
+        mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
+        flat = row[:, None] * WIDTH + column[None, :]
+        total_row = (row // inner) * total_outer + (row % inner) * total_inner
+        value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        upstream = tl.load(grad_ptr + flat, mask=mask, other=0.0).to(tl.float32)
+        scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)[:, None]
+        normal = value * scale
+        scaled = upstream * gain[None, :]
+        mean = (pair_tree(scaled * normal, BLOCK) * inverse_width)[:, None]
+        grad_x = scale * (scaled - normal * mean)
+        if ADD:
+            grad_x += tl.load(grad_total_ptr + flat, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + flat, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        grad_weight += upstream * normal
+    partial = partial_ptr + (tl.program_id(0).to(tl.int64) * ROWS + place)[:, None] * WIDTH + column[None, :]
+    tl.store(partial, grad_weight, mask=column[None, :] < WIDTH)
+
+
+def rms_norm_backward(
+    grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (and of the residual) and of the weight; rows are added in fixed blocks, with no atomics."""
+    width = total.shape[-1]
+    grad_x = total.new_empty(total.shape)
+    if total.numel() == 0:
+        return grad_x, torch.zeros_like(weight)
+    total_3 = _outer_inner(total)
+    upstream = grad.contiguous()
+    carried = upstream if grad_total is None else grad_total.contiguous()
+    rows, block, tile = total.numel() // width, padded_width(width), _rows_of(width)
+    programs = triton.cdiv(rows, tile * GRAD_STEPS)
+    partial = torch.empty(programs * tile, width, dtype=torch.float32, device=total.device)
+    _rows_backward[(programs,)](
+        upstream, carried, total_3, weight, grad_x, partial, rows, total_3.shape[1], *total_3.stride()[:2], 1.0 / width, eps, _addend(offset),
+        WIDTH=width, ROWS=tile, BLOCK=block, STEPS=GRAD_STEPS, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
+    )  # fmt: skip
+    return grad_x, partial.sum(0).to(weight.dtype)
+
+
+@triton.jit
+def _norm_rope(qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, row_stride, inverse_width, eps, offset,
+               HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """TILE heads of a row, queries first, then keys: norm, round, rotate, round."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    query = (head < HEADS)[:, None]
+    column = tl.arange(0, BLOCK)
+    inside = column[None, :] < WIDTH
+    mask = (head[:, None] < HEADS + KV_HEADS) & inside
+    # a column's partner in the rotation is read and normalised again: the same numbers, and no exchange between threads
+    partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+    source = qkv_ptr + row * row_stride + head[:, None] * WIDTH
+    own = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = _scale(pair_tree(own * own, BLOCK), inverse_width, eps)[:, None]
+    own_gain = _gain(q_weight_ptr, k_weight_ptr, column, query, inside, offset)
+    other_gain = _gain(q_weight_ptr, k_weight_ptr, partner, query, inside, offset)
+    own = ((own * scale) * own_gain).to(q_ptr.dtype.element_ty).to(tl.float32)
+    other = ((other * scale) * other_gain).to(q_ptr.dtype.element_ty).to(tl.float32)
+    rotated = column < 2 * HALF
+    entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
+    cos = tl.load(entry, mask=rotated, other=1.0)
+    sin = tl.load(entry + 1, mask=rotated, other=0.0)
+    signed = tl.where(column < HALF, -sin, sin)
+    out = tl.where(rotated[None, :], own * cos[None, :] + other * signed[None, :], own).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + (row * HEADS + head[:, None]) * WIDTH + column[None, :], out, mask=mask & query)
+    tl.store(k_ptr + (row * KV_HEADS + head[:, None] - HEADS) * WIDTH + column[None, :], out, mask=mask & (query == 0))
+
+
+@triton.jit
+def _gain(q_weight_ptr, k_weight_ptr, column, query, inside, offset):
+    q_gain = tl.load(q_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    k_gain = tl.load(k_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(query, q_gain, k_gain) + offset
+
+
+def norm_rope(
+    qkv_RC: Tensor,
+    q_weight_E: Tensor,
+    k_weight_E: Tensor,
+    eps: float,
+    offset: float,
+    table_PC2: Tensor,
+    positions_R: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """(q_RHE, k_RGE): rms_norm then rope of the q and k heads of fused rows, in one launch. Rows may be strided."""
+    rows, block = qkv_RC.shape[0], padded_width(head_dim)
+    q = qkv_RC.new_empty(rows, heads, head_dim)
+    k = qkv_RC.new_empty(rows, kv_heads, head_dim)
+    if rows == 0:
+        return q, k
+    assert qkv_RC.stride(1) == 1 and table_PC2.is_contiguous() and positions_R.is_contiguous()
+    tile = _rows_of(head_dim)
+    _norm_rope[(rows, triton.cdiv(heads + kv_heads, tile))](
+        qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, q, k, qkv_RC.stride(0), 1.0 / head_dim, eps, _addend(offset),
+        HEADS=heads, KV_HEADS=kv_heads, WIDTH=head_dim, HALF=table_PC2.shape[1], TILE=tile, BLOCK=block, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return q, k
+
+
+def _addend(offset: float) -> float:
+    """A plain weight gets -0 added, which changes no value, not even a zero's sign."""
+    return offset or -0.0
+
+
+def _rows_of(width: int) -> int:
+    """Rows that share a program."""
+    return max(1, TILE // padded_width(width))
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def _outer_inner(x: Tensor) -> Tensor:
+    """x as [outer, inner, D] with unit column stride, copied only if its strides don't allow a view."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x[:, None] if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]) if x.dim() > 2 else x[None, None]
+
+
+def _flat_rows(x: Tensor) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.reshape(-1, x.shape[-1])

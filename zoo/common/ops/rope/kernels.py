@@ -1,0 +1,50 @@
+"""rope on CUDA: one launch over rows and tiles of heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.common.ops.tree_kernels import EXACT
+from zoo.common.ops.trees import padded_width
+
+
+@triton.jit
+def _rope(x_ptr, table_ptr, position_ptr, y_ptr, row_stride, head_stride, heads,
+          WIDTH: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    mask = (head[:, None] < heads) & (column[None, :] < WIDTH)
+    # each column also reads its partner, so that no value moves between threads
+    partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+    source = x_ptr + row * row_stride + head.to(tl.int64)[:, None] * head_stride
+    own = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    rotated = column < 2 * HALF
+    entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
+    cos = tl.load(entry, mask=rotated, other=1.0)
+    sin = tl.load(entry + 1, mask=rotated, other=0.0)
+    if INVERSE:
+        sin = -sin
+    signed = tl.where(column < HALF, -sin, sin)
+    out = tl.where(rotated[None, :], own * cos[None, :] + other * signed[None, :], own)
+    place = (row * heads + head[:, None]) * WIDTH + column[None, :]
+    tl.store(y_ptr + place, out.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, inverse: bool) -> Tensor:
+    """Half-split rotation, contiguous; x may be a strided view. `inverse` turns the other way (the gradient)."""
+    rows, heads, width = x_RHE.shape
+    y = x_RHE.new_empty(x_RHE.shape)
+    if y.numel() == 0:
+        return y
+    x = x_RHE if x_RHE.stride(2) == 1 else x_RHE.contiguous()
+    block = padded_width(width)
+    tile = max(1, 1024 // block)
+    _rope[(rows, triton.cdiv(heads, tile))](
+        x, table_PC2.contiguous(), positions_R.contiguous(), y, x.stride(0), x.stride(1), heads,
+        WIDTH=width, HALF=table_PC2.shape[1], INVERSE=inverse, TILE=tile, BLOCK=block, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return y

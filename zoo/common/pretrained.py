@@ -1,0 +1,226 @@
+"""What every model class shares: loading, saving, random weights, weight updates, fingerprints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import checkpoint as files
+from zoo.common.checkpoint import Checkpoint, Entry, Piece, WeightTable
+from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
+from zoo.common.hashing import key64, normal_
+from zoo.common.layers import RotaryTable
+from zoo.common.ops import table_hash
+from zoo.common.program import Program, resolve
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a random tensor is drawn: near-normal with this mean and standard deviation."""
+
+    std: float
+    mean: float = 0.0
+
+
+HEAD_SPREAD = 2.5  # standard deviation of random logits: entropy about ln V - 3, no token near certainty
+
+
+def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
+    """Realistic scale by role: norms near 1, other vectors 0.3, matrices 1/sqrt(fan in), the head a little wider."""
+    if len(shape) == 1:
+        return Draw(0.1, 1.0) if "norm" in published else Draw(0.3)
+    if re.search(r"embed", published) and not tied:
+        return Draw(1.0)
+    if re.search(r"embed|(^|\.)(lm_)?head\.", published):
+        return Draw(HEAD_SPREAD * shape[-1] ** -0.5)
+    return Draw(shape[-1] ** -0.5)
+
+
+class Pretrained(nn.Module):
+    """Base of every ForRL and ForServing class.
+
+    A subclass sets `config_class` (with from_hf and to_hf) and `table` (config -> WeightTable), builds its parameters in
+    `__init__(config, program)` also on the meta device, and gives `reset_buffers(device)` and `program_lines()`.
+    """
+
+    config_class: Any
+    table: Callable[[Any], WeightTable]
+    recipe = staticmethod(recipe)
+
+    config: Any
+    program: Program
+    _source: Checkpoint | None = None
+    _label: str | None = None
+    _hash: tuple[Any, str] | None = None
+    _changes: int = 0
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Rebuilds whatever is not a parameter (RoPE tables) on a device."""
+        for module in self.modules():
+            if isinstance(module, RotaryTable):
+                module.reset_buffers(device)
+
+    def program_lines(self) -> dict[str, str]:
+        """The model's own lines of the program: the hash of each RoPE table."""
+        tables = [(name, module) for name, module in self.named_modules() if isinstance(module, RotaryTable)]
+        return {f"rope.{name}": table_hash(module.table_PC2) for name, module in tables}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        program: str = "aligned",
+        layout: object | None = None,
+        lora: object | None = None,
+    ) -> Self:
+        """Loads a published checkpoint, a local folder or a hub id, strictly and without a second copy of the model.
+
+        Everything that headers can tell is checked before any weight is read. ValueError in one sentence for a checkpoint that
+        is incomplete, contradictory, of another geometry or dtype, or holds a NaN. `dtype` rounds stored weights once.
+        """
+        _not_built(layout=layout, lora=lora)
+        source = Checkpoint.open(path_or_hub_id, revision)
+        config = cls.config_class.from_hf(source.config)
+        table = cls.table(config)
+        match = source.match(table)
+        where = _device(device)
+        chosen = resolve(program, where, dtype or source.main_dtype(match, table))
+        module = cls._on_meta(config, chosen)
+        files.check_dtypes(source, match, module, table, convert=dtype is not None)
+        module._allocate(where)
+        files.fill(module, source, match)
+        module._source = source
+        return module
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        program: str = "aligned",
+        layout: object | None = None,
+    ) -> Self:
+        """Random weights of realistic scale: the same bytes for the same seed on every device."""
+        _not_built(layout=layout)
+        where = _device(device)
+        usual = torch.float32 if program == "transformers" else torch.bfloat16
+        module = cls._on_meta(config, resolve(program, where, dtype or usual))
+        module._allocate(where)
+        table = cls.table(config)
+        parameters = dict(module.named_parameters())
+        for entry, piece in table.pieces():
+            draw_piece(piece, piece.of(parameters[entry.ours]), seed, table, entry, cls.recipe)
+        return module
+
+    def save_pretrained(self, path: str | Path, *, shard_bytes: int = files.SHARD_BYTES) -> None:
+        """Writes a published-format folder, byte for byte as loaded where nothing was trained. ValueError if `path` is not empty.
+
+        The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
+        """
+        files.save(self, self.table_of(), self.config.to_hf(), path, self._source, shard_bytes)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> None:
+        """Overwrites parameters in place from (published name, tensor) pairs; a partial list is fine.
+
+        All names, shapes, dtypes and values are checked before the first write: a ValueError leaves every byte as it was.
+        `version` is a label that the fingerprint reports.
+        """
+        table = self.table_of()
+        known = {p.published: (entry, p) for entry in table.entries for layout in entry.layouts for p in layout}
+        parameters = dict(self.named_parameters())
+        writes: dict[str, tuple[Tensor, Tensor]] = {}
+        aliases: list[tuple[str, Tensor, Entry, Piece]] = []
+        for name, tensor in tensors:
+            if name in writes:
+                raise ValueError(f"{name} is given twice")
+            if name not in known:
+                if not table.is_carried(name):
+                    raise ValueError(f"{name} is no tensor of this {self.config.model_type} geometry")
+                continue
+            entry, piece = known[name]
+            view = piece.of(parameters[entry.ours])
+            if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
+            files.check_finite(name, tensor)
+            if entry.optional_alias:
+                aliases.append((name, tensor, entry, piece))
+            else:
+                writes[name] = (view, tensor)
+        for name, tensor, entry, piece in aliases:
+            fresh = [source for view, source in writes.values() if view.data_ptr() == piece.of(parameters[entry.ours]).data_ptr()]
+            files.check_alias(name, tensor, fresh[0] if fresh else piece.of(parameters[entry.ours]), entry.ours)
+        for view, tensor in writes.values():
+            view.copy_(tensor)
+        self._label = version
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Forgets the cached content hash. Needed only after writes that torch doesn't count: through `.data` or a CUDA graph."""
+        self._changes += 1
+
+    @property
+    def weights_version(self) -> str:
+        """Content hash of all weights, recomputed when a parameter was written or replaced since the last call."""
+        parameters = dict(self.named_parameters())
+        state = (self._changes, tuple((p.data_ptr(), p._version) for p in parameters.values()))
+        if self._hash is None or self._hash[0] != state:
+            self._hash = (state, weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of()))
+        return self._hash[1]
+
+    def fingerprint(self) -> Fingerprint:
+        device = next(self.parameters()).device
+        made = realisation(self, self.program)
+        if self._label is not None:
+            made["weights_label"] = self._label
+        return Fingerprint({**self.program.lines(), **self.program_lines()}, self.weights_version, toolchain(device), made)
+
+    def table_of(self) -> WeightTable:
+        return type(self).table(self.config)
+
+    @classmethod
+    def _on_meta(cls, config: Any, program: Program) -> Self:
+        with torch.device("meta"):
+            module = cls(config, program)
+        table, parameters = cls.table(config), dict(module.named_parameters())
+        covered = dict.fromkeys(parameters, 0)
+        for entry, piece in table.pieces():
+            covered[entry.ours] += torch.Size(piece.shape).numel()
+        assert covered == {name: p.numel() for name, p in parameters.items()}, "the weight table must tile every parameter"
+        return module
+
+    def _allocate(self, device: torch.device) -> None:
+        self.to_empty(device=device)
+        self.reset_buffers(device)
+
+
+def draw_piece(
+    piece: Piece, out: Tensor, seed: int, table: WeightTable, entry: Entry, how: Callable[[str, tuple[int, ...], bool], Draw] = recipe
+) -> Tensor:
+    """Fills the place of one published tensor from (seed, published name)."""
+    tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)
+    draw = how(piece.published, piece.shape, tied)
+    return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _not_built(**given: object | None) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not supported yet, only {name}=None")

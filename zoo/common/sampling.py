@@ -1,0 +1,196 @@
+"""What a request asks of the sampler, and the same as row tensors: every row of a batch carries its own parameters.
+
+Nothing here makes a number of the model; `zoo.common.ops.sample` does, from a `RowSampling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.sample import MASS_ONE, NO_CUT, Drawn, sample, score_filtered, support
+
+__all__ = ["MASS_ONE", "NO_CUT", "Drawn", "RowSampling", "SamplingParams", "sample", "score_filtered", "support"]
+
+# outside of these the FP32 reciprocal would not be a useful scale
+TEMPERATURES = (1e-5, 1e5)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The sampling program of one request; filters act jointly on the distribution after the temperature.
+
+    temperature     0 is greedy: the highest logit, lower id among equals, scored at temperature 1, unfiltered; else 1e-5 .. 1e5
+    top_k           tokens kept at most, by descending logit, lower id first; 0 or -1: all
+    top_p           a token stays while the mass before it is at most top_p; in (0, 1], 1 keeps all
+    min_p           a token stays if its probability is at least min_p times the largest; in [0, 1]
+    seed            0 .. 2^64 - 1; requests that share seed and positions share their noise: give samples of one prompt several
+    max_new_tokens  at least 1
+    stop_token_ids  ids that end the request, besides the model's end-of-sequence ids unless ignore_eos
+
+    ValueError, naming the number, for anything else.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        low, high = TEMPERATURES
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value!r}")
+            object.__setattr__(self, name, float(value))
+        for name, least in (("top_k", -1), ("seed", 0), ("max_new_tokens", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        if self.temperature != 0.0 and not low <= self.temperature <= high:
+            raise ValueError(f"temperature must be 0 (greedy) or between {low:g} and {high:g}, not {self.temperature!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
+        if self.seed >= 1 << 64:
+            raise ValueError(f"seed must be below 2^64 = {1 << 64}, not {self.seed}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"stop_token_ids must be integers of at least 0, not {token!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether top_k, top_p or min_p can take a token away (never under greedy, which scores unfiltered)."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the reported log-probabilities are the model's own: greedy, or temperature 1 without filters."""
+        return self.is_greedy or (self.temperature == 1.0 and not self.filters)
+
+    @property
+    def inverse_temperature(self) -> float:
+        """1 / temperature; it becomes FP32 in the row tensor. 1.0 under greedy."""
+        return 1.0 if self.is_greedy else 1.0 / self.temperature
+
+    @property
+    def mass_limit(self) -> int:
+        """top_p in fixed point: floor(top_p * 2^60), exact since the scale is a power of two.
+
+        Masses are integers, so `mass <= floor(top_p * 2^60)` decides exactly as `mass <= top_p * 2^60` would.
+        """
+        return NO_CUT if self.is_greedy or self.top_p >= 1.0 else int(self.top_p * float(MASS_ONE))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """The inverse of `to_dict`; absent fields take their defaults, ValueError for a name that is no field."""
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling program of R rows, one entry each.
+
+    inverse_temperature_R  FP32, multiplies the logits; 1.0 changes no byte
+    top_k_R                int64, NO_CUT: all
+    mass_limit_R           int64, top_p in fixed point (`SamplingParams.mass_limit`)
+    min_p_R                FP32
+    seed_R                 int64, the bits of the unsigned seed
+    position_R             int64, index in its sequence of the token to be drawn (the row's own position plus one)
+    greedy_R               bool
+    scales, filters        host bounds: False promises that no row has a temperature other than 1, or a filter. They choose which
+                           kernels are launched, never a byte; a captured graph has both True
+    """
+
+    inverse_temperature_R: Tensor
+    top_k_R: Tensor
+    mass_limit_R: Tensor
+    min_p_R: Tensor
+    seed_R: Tensor
+    position_R: Tensor
+    greedy_R: Tensor
+    scales: bool = True
+    filters: bool = True
+
+    @property
+    def count(self) -> int:
+        return self.seed_R.shape[0]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], positions_R: Tensor | Sequence[int], device: torch.device | str) -> RowSampling:
+        """Row r draws the token at `positions_R[r]` of its sequence under `params[r]`. ValueError if the counts differ."""
+        if len(params) != len(positions_R):
+            raise ValueError(f"{len(params)} sampling parameters for {len(positions_R)} positions")
+
+        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        inverse = [p.inverse_temperature for p in params]
+        return cls(
+            column(inverse, torch.float32),
+            column([p.top_k if p.filters and p.top_k > 0 else NO_CUT for p in params], torch.int64),
+            column([p.mass_limit for p in params], torch.int64),
+            column([p.min_p if p.filters else 0.0 for p in params], torch.float32),
+            column([p.seed - (1 << 64) if p.seed >= 1 << 63 else p.seed for p in params], torch.int64),
+            torch.as_tensor(positions_R, dtype=torch.int64).to(device),
+            column([p.is_greedy for p in params], torch.bool),
+            scales=any(value != 1.0 for value in inverse),
+            filters=any(p.filters for p in params),
+        )
+
+    @classmethod
+    def buffer(cls, count: int, device: torch.device | str) -> RowSampling:
+        """`count` greedy rows that `copy_` may overwrite with any others: a graph's static buffers."""
+        return replace(cls.of([SamplingParams(temperature=0.0)] * count, [0] * count, device), scales=True, filters=True)
+
+    def inverse_temperature_or_none(self) -> Tensor | None:
+        """What log_prob takes: None where no row has a temperature other than 1."""
+        return self.inverse_temperature_R if self.scales else None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._columns())
+
+    @classmethod
+    def _columns(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name.endswith("_R")]
+
+    def copy_(self, rows: RowSampling) -> RowSampling:
+        """Overwrites the first `rows.count` rows in place. ValueError if there are more than fit, or bounds do not allow them."""
+        if rows.count > self.count:
+            raise ValueError(f"{rows.count} rows do not fit into a buffer of {self.count}")
+        if rows.filters > self.filters or rows.scales > self.scales:
+            raise ValueError("the buffer was built without filters or temperature, the rows have them")
+        for mine, theirs in zip(self.tensors(), rows.tensors(), strict=True):
+            mine[: rows.count].copy_(theirs)
+        return self
+
+    def __getitem__(self, rows: slice | Tensor) -> RowSampling:
+        """The rows of a slice or of an int64 index."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in self._columns()})
+
+    def at(self, sequence_R: Tensor, positions_R: Tensor) -> RowSampling:
+        """One entry per sequence, spread over packed rows: row r draws position `positions_R[r]` of sequence `sequence_R[r]`."""
+        return replace(self[sequence_R], position_R=positions_R.to(self.position_R))

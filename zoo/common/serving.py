@@ -1,0 +1,96 @@
+"""The serving door: rows through paged memory, eager or by CUDA graph. It chooses rows and memory and makes no number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.memory import PagedMemory
+from zoo.common.pretrained import Pretrained
+from zoo.common.rows import Rows
+
+
+class ForServing(Pretrained, nn.Module):
+    """Base of every architecture's serving model; a subclass writes the walk through its layers and names its memory."""
+
+    model: nn.Module
+
+    def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+        """Paged memory for this model on its device; page 0 is reserved for padding."""
+        raise AssertionError("written by each architecture")
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
+        """Token ids to final normed rows [R, D], writing memory: the subclass's loop."""
+        raise AssertionError("written by each architecture")
+
+    @torch.no_grad()
+    def prefill(
+        self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None
+    ) -> Tensor:
+        """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
+
+        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table.
+        """
+        if rows.max_length > self.config.positions:
+            raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
+        if rows.max_length > page_table_NB.shape[1] * memory.page_size:
+            raise ValueError(f"{rows.max_length} tokens do not fit {page_table_NB.shape[1]} pages of {memory.page_size}")
+        hidden_RD = self.hidden_rows(ids_R, rows, memory, page_table_NB)
+        return hidden_RD if wanted_W is None else hidden_RD.index_select(0, wanted_W)
+
+    @torch.no_grad()
+    def decode(self, ids_N: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
+        """One row of each sequence: FP32 logits [N, V]."""
+        return self.logits(self.prefill(ids_N, rows, memory, page_table_NB))
+
+    def logits(self, hidden_RD: Tensor, inverse_temperature_R: Tensor | None = None) -> Tensor:
+        """FP32 logits [R, V] of final rows."""
+        return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program, inverse_temperature_R=inverse_temperature_R)
+
+    @torch.no_grad()
+    def log_prob(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """FP32 log-probabilities [R] of `targets_R` after final rows."""
+        return ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program).log_prob_R
+
+
+class DecodeGraph:
+    """One captured decode step: `batch` sequences of at most `blocks` pages. Static inputs are overwritten before each replay.
+
+    Padding sequences point at the reserved page with one token; their outputs are never read.
+    """
+
+    def __init__(self, model: ForServing, memory: PagedMemory, batch: int, blocks: int) -> None:
+        device = next(model.parameters()).device
+        self.batch, self.blocks = batch, blocks
+        self.ids_N = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions_N = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths_N = torch.ones(batch, dtype=torch.int32, device=device)
+        self.page_table_NB = torch.zeros(batch, blocks, dtype=torch.int32, device=device)
+        rows = Rows(
+            self.positions_N,
+            torch.arange(batch, device=device),
+            torch.arange(batch + 1, dtype=torch.int32, device=device),
+            self.lengths_N,
+            max_rows=1,
+            max_length=min(blocks * memory.page_size, model.config.positions),
+        )
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
+            for _ in range(2):
+                model.decode(self.ids_N, rows, memory, self.page_table_NB)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits_NV = model.decode(self.ids_N, rows, memory, self.page_table_NB)
+
+    def replay(self, ids_N: Tensor, positions_N: Tensor, page_table_NB: Tensor) -> Tensor:
+        """Logits [n, V] of n <= batch sequences; valid until the next replay."""
+        live, blocks = page_table_NB.shape
+        self.ids_N[:live].copy_(ids_N)
+        self.positions_N.zero_()[:live].copy_(positions_N)
+        self.lengths_N.fill_(1)[:live].copy_(positions_N + 1)
+        self.page_table_NB.zero_()[:live, :blocks].copy_(page_table_NB)
+        self.graph.replay()
+        return self.logits_NV[:live]

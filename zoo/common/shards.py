@@ -1,0 +1,122 @@
+"""The safetensors format: headers read and checked without touching data, tensors read one at a time, files written byte for byte."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_LIMIT = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file; `offset` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def read(self) -> Tensor:
+        """The tensor on the CPU, in memory of its own."""
+        out = torch.empty(self.nbytes, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            got = file.readinto(out.numpy())
+        if got != self.nbytes:
+            raise ValueError(f"{self.path}: {self.name} has {self.nbytes} bytes, only {got} could be read; the file changed")
+        return out.view(DTYPES[self.dtype]).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its header as stored (8-byte length included) and its tensors in the order of their data."""
+
+    name: str
+    header: bytes
+    tensors: tuple[StoredTensor, ...]
+
+
+def read_shard(path: Path) -> Shard:
+    """Reads and checks a header. ValueError in one sentence for a file that is truncated or malformed."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > HEADER_LIMIT or 8 + length > size:
+            raise ValueError(f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}")
+        raw = file.read(length)
+    try:
+        fields = json.loads(raw)
+        tensors = [_stored(name, spec, path, 8 + length) for name, spec in fields.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: the safetensors header is malformed ({error})") from error
+    tensors.sort(key=lambda t: (t.offset, t.nbytes))
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise ValueError(f"{path}: data of {tensor.name} starts at byte {tensor.offset}, it should start at {end}")
+        end += tensor.nbytes
+    if end != size:
+        raise ValueError(f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}")
+    return Shard(path.name, length.to_bytes(8, "little") + raw, tuple(tensors))
+
+
+def _stored(name: str, spec: dict[str, Any], path: Path, base: int) -> StoredTensor:
+    if spec["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {spec['dtype']!r}")
+    begin, end = spec["data_offsets"]
+    stored = StoredTensor(name, spec["dtype"], tuple(spec["shape"]), path, base + begin)
+    if end - begin != stored.nbytes:
+        raise ValueError(f"{name} {stored.dtype} {list(stored.shape)} needs {stored.nbytes} bytes, its range has {end - begin}")
+    return stored
+
+
+def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The header of a file that holds these tensors in this order."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    raw = json.dumps(fields, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def write_shard(path: Path, header: bytes, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    """Writes a header and then the tensors' bytes, one tensor in memory at a time."""
+    with path.open("wb") as file:
+        file.write(header)
+        for name in names:
+            file.write(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

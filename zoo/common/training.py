@@ -1,0 +1,197 @@
+"""The training door: an nn.Module that scores tokens. It chooses rows and memory and makes no number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.memory import PackedMemory
+from zoo.common.pretrained import Pretrained
+from zoo.common.rows import Rows, check_cu_seqlens
+from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
+
+IGNORE = -100
+
+
+@dataclass
+class Scores:
+    """FP32 per row: log-probability of the target, entropy in nats, and the k most likely tokens with theirs."""
+
+    log_prob_R: Tensor
+    entropy_R: Tensor | None = None
+    top_ids_RK: Tensor | None = None
+    top_log_prob_RK: Tensor | None = None
+
+
+@dataclass
+class ModelOutput:
+    """What forward returns. `logits` are made when first asked for; the loss does not need them."""
+
+    loss: Tensor | None
+    hidden_states: Tensor
+    _model: ForRL
+    _logits: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """FP32 logits [R, V], or [B, T, V] where the input was padded."""
+        if self._logits is None:
+            flat = self.hidden_states.flatten(0, -2)
+            self._logits = self._model.logits(flat).unflatten(0, self.hidden_states.shape[:-1])
+        return self._logits
+
+    def __getitem__(self, key: int | str) -> Tensor | None:
+        return getattr(self, ("loss", "logits", "hidden_states")[key] if isinstance(key, int) else key)
+
+
+class ForRL(Pretrained, nn.Module):
+    """Base of every architecture's training model; a subclass writes the walk through its layers."""
+
+    model: nn.Module
+    gradient_checkpointing = False
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PackedMemory) -> Tensor:
+        """Token ids to final normed rows [R, D]: the subclass's loop."""
+        raise AssertionError("written by each architecture")
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+        """Recompute each layer in the backward pass. The bytes stay."""
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> ModelOutput:
+        """Hidden rows, logits if asked, and the loss if labels are given.
+
+        input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here and
+        only here. labels have the shape of input_ids; label r + 1 is what row r is scored on, -100 is ignored. The loss is the mean
+        negative log-probability, or the sum over `num_items_in_batch`.
+        """
+        if input_ids.dim() == 1:
+            if cu_seqlens is None:
+                raise ValueError("input_ids [R] need cu_seqlens: rows without document bounds would read each other")
+            ids_R, starts = input_ids, cu_seqlens
+            keep = None
+        else:
+            keep = _kept(input_ids, attention_mask)
+            ids_R = input_ids[keep]
+            starts = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
+        rows = self._rows(ids_R, starts)
+        hidden_RD = self.hidden_rows(ids_R, rows, PackedMemory())
+        loss = None
+        if labels is not None:
+            targets_R = next_in_document(labels if keep is None else labels[keep], rows, IGNORE)
+            loss = self._loss(hidden_RD, targets_R, num_items_in_batch)
+        if keep is not None:
+            padded = hidden_RD.new_zeros(*input_ids.shape, hidden_RD.shape[1])
+            hidden_RD = padded.masked_scatter(keep[..., None], hidden_RD)
+        return ModelOutput(loss, hidden_RD, self)
+
+    def _loss(self, hidden_RD: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
+        valid = targets_R != IGNORE
+        scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R.clamp(min=0), program=self.program)
+        total = -torch.where(valid, scores.log_prob_R, 0.0).sum()
+        return total / (valid.sum() if items is None else items)
+
+    def score(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        target_ids: Tensor | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        entropy: bool = False,
+        top_k: int = 0,
+    ) -> Tensor | Scores:
+        """FP32 log-probabilities [R], differentiable. Entry r is that of `target_ids[r]` after reading row r; by default the document's
+        next token, and 0.0 on a document's last row.
+
+        `sampling` (one for all, or one per document) replays the sampler's program: temperature, then top-k, top-p and min-p jointly; a
+        token outside the support scores -inf. With `entropy` or `top_k` a `Scores` is returned. ValueError for ids outside the vocabulary
+        or cu_seqlens that do not ascend.
+        """
+        rows = self._rows(input_ids, cu_seqlens)
+        hidden_RD = self.hidden_rows(input_ids, rows, PackedMemory())
+        scored_R = torch.ones_like(input_ids, dtype=torch.bool)
+        if target_ids is None:
+            target_ids = next_in_document(input_ids, rows, IGNORE)
+            scored_R = target_ids != IGNORE
+        elif target_ids.shape != input_ids.shape:
+            raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
+        targets_R = target_ids.clamp(min=0)
+        self._check_ids(targets_R)
+        head = self.model.head_weight_VD
+        params = self._sampling_rows(sampling, rows)
+        inverse = None if params is None else params.inverse_temperature_or_none()
+        plain = ops.log_prob(hidden_RD, head, targets_R, program=self.program, inverse_temperature_R=inverse)
+        log_prob_R = plain.log_prob_R
+        if params is not None and params.filters:
+            log_prob_R = score_filtered(hidden_RD, head, targets_R, params, self.program)
+        log_prob_R = torch.where(scored_R, log_prob_R, 0.0)
+        if not entropy and not top_k:
+            return log_prob_R
+        top = ops.top_log_prob(hidden_RD, head, plain.lse_R, top_k, program=self.program) if top_k else (None, None)
+        return Scores(log_prob_R, plain.entropy_R if entropy else None, *top)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """FP32 logits [R, V] of final rows, differentiable."""
+        return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)
+
+    def _rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
+        starts = check_cu_seqlens(cu_seqlens)
+        if starts[-1] != ids_R.shape[0]:
+            raise ValueError(f"cu_seqlens ends at {starts[-1]}, there are {ids_R.shape[0]} tokens")
+        self._check_ids(ids_R)
+        longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        if longest > self.config.positions:
+            raise ValueError(f"a document of {longest} tokens is longer than the position table of {self.config.positions}")
+        return Rows.packed(cu_seqlens)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.config.vocabulary:
+                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocabulary}")
+
+    def _sampling_rows(self, sampling: SamplingParams | Sequence[SamplingParams] | None, rows: Rows) -> RowSampling | None:
+        if sampling is None:
+            return None
+        documents = rows.lengths_N.shape[0]
+        each = [sampling] * documents if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != documents:
+            raise ValueError(f"{len(each)} sampling parameters for {documents} documents")
+        by_row = [each[n] for n in rows.sequence_R.tolist()]
+        return RowSampling.of(by_row, rows.positions_R + 1, rows.positions_R.device)
+
+
+def next_in_document(values_R: Tensor, rows: Rows, last: int) -> Tensor:
+    """values[r + 1] inside a document, `last` on its last row."""
+    shifted = torch.roll(values_R, -1)
+    shifted[rows.starts_N1[1:].long() - 1] = last
+    return shifted
+
+
+def _kept(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    keep = attention_mask.bool()
+    empty = (~keep.any(1)).nonzero()
+    if empty.numel():
+        raise ValueError(f"sequence {int(empty[0])} of the batch has no token: its attention_mask is all zero")
+    if ((keep[:, 1:].int() - keep[:, :-1].int()).abs().sum(1) > 1).any():
+        raise ValueError("attention_mask has a hole: each sequence must be one run of ones")
+    return keep

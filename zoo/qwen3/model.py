@@ -1,0 +1,100 @@
+"""Qwen3 and Qwen3-MoE: the arithmetic of the layers, once, for every engine.
+
+R rows, D hidden, H query heads, G key heads, E head dim, F inner width, X experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.layers import Embedding, Experts, HeadNorm, Linear, RMSNorm, RotaryTable
+from zoo.common.memory import KeyValueMemory
+from zoo.common.program import Program, narrow_parts
+from zoo.common.rows import Rows
+from zoo.qwen3.config import Qwen3Config
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a norm on every query and key head before the rotation."""
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        super().__init__()
+        self.widths = (config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim)
+        self.head_dim, self.scale, self.program = config.head_dim, config.head_dim**-0.5, program
+        self.qkv = Linear(config.hidden, sum(self.widths), program)
+        self.q_norm = HeadNorm(config.head_dim, config.eps, program)
+        self.k_norm = HeadNorm(config.head_dim, config.eps, program)
+        self.out = Linear(self.widths[0], config.hidden, program)
+
+    def forward(self, x_RD: Tensor, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable) -> Tensor:
+        q_RHE, k_RGE, v_RGE = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv(x_RD).split(self.widths, dim=1))
+        q_RHE = rotary(self.q_norm(q_RHE), rows.positions_R)
+        k_RGE = rotary(self.k_norm(k_RGE), rows.positions_R)
+        history = memory.append(k_RGE, v_RGE, rows)
+        return self.out(ops.attention(q_RHE, history, rows, self.scale, program=self.program).flatten(1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden, 2 * config.inner, program)
+        self.down = Linear(config.inner, config.hidden, program)
+        self.program = program
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program))
+
+
+class MixtureOfExperts(nn.Module):
+    """The top K of X experts, weighted by their renormalised probabilities."""
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        super().__init__()
+        self.router = Linear(
+            config.hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, config.hidden)
+        )
+        self.experts = Experts(config.experts, config.hidden, config.expert_inner, program)
+        self.top_k, self.renormalise, self.program = config.experts_per_token, config.renormalise, program
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        weights_RK, experts_RK = ops.route(self.router(x_RD), self.top_k, self.renormalise, program=self.program)
+        return self.experts(x_RD, weights_RK, experts_RK)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block. Takes the residual stream and the last branch, which its first norm adds to it."""
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden, config.eps, program)
+        self.attention = Attention(config, program)
+        self.post_norm = RMSNorm(config.hidden, config.eps, program)
+        self.mlp = MixtureOfExperts(config, program) if config.experts else MLP(config, program)
+
+    def forward(
+        self, residual_RD: Tensor, branch_RD: Tensor | None, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor]:
+        x_RD, residual_RD = self.input_norm(residual_RD, branch_RD)
+        x_RD, residual_RD = self.post_norm(residual_RD, self.attention(x_RD, rows, memory, rotary))
+        return residual_RD, self.mlp(x_RD)
+
+
+class Qwen3Model(nn.Module):
+    """Parameters of a whole model. The drivers walk `layers`; the head is an op's argument, not a layer."""
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocabulary, config.hidden, program)
+        self.layers = nn.ModuleList(DecoderLayer(config, program) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps, program)
+        self.rotary = RotaryTable(config.positions, config.head_dim, config.theta, program)
+        if not config.tied:
+            self.head = Embedding(config.vocabulary, config.hidden, program)
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        return self.embed.weight if "head" not in self._modules else self.head.weight

@@ -1,0 +1,40 @@
+"""Qwen3 in serving: rows through paged keys and values."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zoo.common.memory import PagedMemory
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.common.serving import ForServing
+from zoo.qwen3.config import Qwen3Config
+from zoo.qwen3.model import Qwen3Model
+from zoo.qwen3.weights import table
+
+PAGE_SIZE = 128  # FlashAttention 4's key tile at head dim 128, its fastest page
+
+
+class Qwen3ForServing(ForServing):
+    """Token ids and pages in, final rows or logits out. `prefill`, `decode`: see ForServing."""
+
+    config_class = Qwen3Config
+    table = staticmethod(table)
+    model: Qwen3Model
+
+    def __init__(self, config: Qwen3Config, program: Program) -> None:
+        nn.Module.__init__(self)
+        self.config, self.program = config, program
+        self.model = Qwen3Model(config, program)
+
+    def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+        c = self.config
+        device = self.model.embed.weight.device
+        return PagedMemory(c.layers, pages, page_size or PAGE_SIZE, c.kv_heads, c.head_dim, self.program.torch_dtype, device)
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
+        layers = memory.view(page_table_NB)
+        residual_RD, branch_RD = self.model.embed(ids_R), None
+        for layer, layer_memory in zip(self.model.layers, layers, strict=True):
+            residual_RD, branch_RD = layer(residual_RD, branch_RD, rows, layer_memory, self.model.rotary)
+        return self.model.norm(residual_RD, branch_RD)[0]
