@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from weights_tools.inspect import wide_console
 from zoo.common.checkpoint import Checkpoint
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,14 +45,16 @@ def differences(a: str, b: str) -> list[Difference]:
 
 def show(a: str, b: str, console: Console | None = None) -> bool:
     """Prints the report; True when all bytes are equal."""
-    console = console or Console()
+    console = console or wide_console()
     found = differences(a, b)
     if not found:
         console.print("all tensors have the same bytes")
         return True
     table = Table("tensor", "difference", "elements", "of", "max ulp", title=f"{len(found)} tensors differ")
     for line in found:
-        table.add_row(line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp))
+        table.add_row(
+            line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp)
+        )
     console.print(table)
     return False
 

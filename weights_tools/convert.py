@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, fresh_folder, write_shards
+from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable
 from zoo.common.registry import model_class
-from zoo.common.shards import DTYPES
+from zoo.common.shards import DTYPES, fresh_folder, write_shards
 
 
 def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -39,7 +39,9 @@ def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: i
         if not entry.optional_alias:
             members.setdefault(entry.ours, []).append(name)
     kept = [name for name in stored if name in match.carried or match.places[name][0].optional_alias]
-    specs = [(ours, DTYPES[stored[names[0]].dtype], _shape([match.places[n][1] for n in names])) for ours, names in members.items()]
+    specs = [
+        (ours, DTYPES[stored[names[0]].dtype], _shape([match.places[n][1] for n in names])) for ours, names in members.items()
+    ]
     empty = {ours: (shape, dtype) for ours, dtype, shape in specs}
     specs += [(name, DTYPES[stored[name].dtype], stored[name].shape) for name in kept]
 
@@ -64,7 +66,8 @@ def _to_hf(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: in
     kept = [name for name in stored if name not in ours]
     unknown = [name for name in kept if name not in aliases and not table.is_carried(name)]
     if missing or unknown:
-        raise ValueError(f"{source.folder} is not in the zoo's naming: {len(missing)} parameters missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}")
+        faults = f"{len(missing)} parameters missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}"
+        raise ValueError(f"{source.folder} is not in the zoo's naming: {faults}")
     for name in ours:
         shape = _shape([piece for owner, piece in places.values() if owner == name])
         if stored[name].shape != shape:

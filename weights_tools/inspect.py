@@ -16,7 +16,7 @@ from zoo.common.registry import model_class
 
 def show(path: str, revision: str | None = None, content: bool = True, console: Console | None = None) -> None:
     """Prints the tables. ValueError for a checkpoint that can't be opened; an unsupported one is shown with the reason."""
-    console = console or Console()
+    console = console or wide_console()
     source = Checkpoint.open(path, revision)
     stored = source.tensors
     try:
@@ -54,18 +54,30 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     console.print(shards)
 
     use = _uses(table)
-    listing = Table("tensor", "dtype", "shape", "bytes", "used as", title="tensors")
+    listing = Table(title="tensors")
+    for heading in ("tensor", "dtype", "shape", "bytes", "used as"):
+        listing.add_column(heading, overflow="fold")
     for tensor in stored.values():
-        role = use.get(tensor.name) or ("" if table is None else "carried through" if table.is_carried(tensor.name) else "UNKNOWN")
+        role = use.get(tensor.name) or (
+            "" if table is None else "carried through" if table.is_carried(tensor.name) else "UNKNOWN"
+        )
         listing.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), _size(tensor.nbytes), role)
     console.print(listing)
+
+
+def wide_console() -> Console:
+    """The terminal's console; into a file or a pipe names are not folded."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 def _uses(table: WeightTable | None) -> dict[str, str]:
     if table is None:
         return {}
     return {
-        piece.published: entry.ours + ("" if piece.expert is None else f"[{piece.expert}]") + (f" from row {piece.start}" if piece.start else "")
+        piece.published: entry.ours
+        + ("" if piece.expert is None else f"[{piece.expert}]")
+        + (f" from row {piece.start}" if piece.start else "")
         for entry in table.entries
         for layout in entry.layouts
         for piece in layout

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import fresh_folder, write_shards
 from zoo.common.pretrained import draw_piece
 from zoo.common.registry import model_class
+from zoo.common.shards import fresh_folder, write_shards
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 512,
@@ -73,7 +73,7 @@ _TEMPLATE = (
 def make_tiny(
     arch: str, out: str | Path, *, hidden: int | None = None, layers: int | None = None, tied: bool = False, seed: int = 0
 ) -> Path:
-    """Writes the folder and returns it. The same arguments give the same bytes. ValueError for an unknown arch or a non-empty `out`."""
+    """Writes the folder and returns it; equal arguments, equal bytes. ValueError for an unknown arch or a non-empty `out`."""
     if arch not in ARCHS:
         raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(ARCHS)}")
     fields = {**ARCHS[arch], "tie_word_embeddings": tied}
@@ -82,7 +82,10 @@ def make_tiny(
     made = model_class(fields)
     table = made.table(made.config_class.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
-    specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
+    specs = [
+        (name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape)
+        for name, (entry, piece) in places.items()
+    ]
 
     def draw(name: str) -> Tensor:
         entry, piece = places[name]
@@ -93,7 +96,15 @@ def make_tiny(
     total = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs)
     with fresh_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        generation = {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 3, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        generation = {
+            "bos_token_id": 1,
+            "eos_token_id": [2],
+            "pad_token_id": 3,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+        }
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         write_tokenizer(folder, fields["vocab_size"])
         write_shards(folder, specs, draw, -(-total // SHARDS))
@@ -108,7 +119,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     assert tokenizer.get_vocab_size() <= vocab_size, f"{tokenizer.get_vocab_size()} tokens for a vocabulary of {vocab_size}"

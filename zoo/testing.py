@@ -281,12 +281,12 @@ def _assert_all_equal(law: str, call: Callable[[Any], Any], variants: Mapping[st
 
 
 def gradients(call: Callable[[Args], Any], args: Args, names: Sequence[str], *, seed: int = 0) -> tuple[Any, dict[str, Tensor]]:
-    """(outputs, the named arguments' gradients) for one random upstream gradient, drawn on the CPU: equal on every device."""
+    """(outputs, the named arguments' gradients) for one random upstream gradient, the same numbers on every device and dtype."""
     leaves = {name: args[name].detach().clone().requires_grad_() for name in names if args[name] is not None}
     outputs = call({**args, **leaves})
     live = [t for _, t in tensors(outputs) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in live]
+    upstream = [torch.randn(t.shape, generator=generator).bfloat16().to(t.device, t.dtype) for t in live]
     found = torch.autograd.grad(live, list(leaves.values()), upstream)
     return outputs, dict(zip(leaves, found, strict=True))
 

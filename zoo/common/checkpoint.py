@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common.hub import SIDECARS, locate, parse
-from zoo.common.shards import DTYPES, NAMES, Shard, StoredTensor, header_of, read_shard, write_shard
+from zoo.common.shards import (
+    DTYPES,
+    INDEX,
+    NAMES,
+    SINGLE,
+    Shard,
+    StoredTensor,
+    fresh_folder,
+    header_of,
+    read_shard,
+    write_shard,
+    write_shards,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 
 
@@ -154,7 +160,8 @@ class Checkpoint:
 
 
 def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table: WeightTable, convert: bool) -> None:
-    """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one rounding."""
+    """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one
+    rounding."""
     parameters, stored = _parameters(module), checkpoint.tensors
     wrong = []
     for name, (entry, _) in match.places.items():
@@ -170,7 +177,7 @@ def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table:
 
 @torch.no_grad()
 def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
-    """Streams every tensor into the module's allocated parameters. ValueError naming a NaN, an infinity or an alias that differs."""
+    """Streams every tensor into the module's allocated parameters. ValueError naming a NaN, an infinity or a differing alias."""
     parameters = _parameters(module)
     aliases = []
     for stored in (tensor for shard in checkpoint.shards for tensor in shard.tensors):
@@ -218,7 +225,9 @@ def save(
     stored = source.tensors
     for shard in source.shards:  # carried tensors are read from where they were
         if any(t.name in match.carried for t in shard.tensors) and read_shard(shard.tensors[0].path).header != shard.header:
-            raise ValueError(f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through")
+            raise ValueError(
+                f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through"
+            )
 
     def value(name: str) -> Tensor:
         if name not in match.places:
@@ -250,50 +259,6 @@ def save(
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             else:
                 (folder / INDEX).write_bytes(source.index)
-
-
-def write_shards(
-    folder: Path, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], read: Callable[[str], Tensor], shard_bytes: int
-) -> None:
-    """Tensors in the given order, in files of at most `shard_bytes` (one tensor may be more), with an index when there are several."""
-    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
-    room = shard_bytes
-    total = 0
-    for name, dtype, shape in specs:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if groups[-1] and size > room:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append((name, dtype, shape))
-        room -= size
-        total += size
-    weight_map = {}
-    for number, group in enumerate(groups, 1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_shard(folder / file, header_of(group), [name for name, *_ in group], read)
-        weight_map |= {name: file for name, *_ in group}
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-@contextmanager
-def fresh_folder(path: str | Path) -> Iterator[Path]:
-    """A temporary sibling that becomes `path` when the block succeeds and vanishes when it fails. Refuses a non-empty `path`."""
-    target = Path(path).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        inner = work / target.name  # mkdtemp's own folder is private to this user; the one inside has ordinary rights
-        inner.mkdir()
-        yield inner
-        if target.exists():
-            target.rmdir()
-        os.rename(inner, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _shards(folder: Path, index: bytes | None) -> Iterator[Shard]:

@@ -29,7 +29,7 @@ def key64(*parts: object) -> int:
 
 
 def normal_(out: Tensor, key: int, std: float, mean: float = 0.0, *, chunk: int | None = None) -> Tensor:
-    """Fills a contiguous float tensor with near-normal numbers (four summed uniforms, bounded at 3.46 std), element i from (key, i).
+    """Fills a contiguous float tensor with near-normal numbers (four summed uniforms), element i from (key, i).
 
     Each element is rounded once to FP32 by the scale, once more by a mean other than 0, and once to out's dtype.
     """
@@ -48,7 +48,7 @@ def normal_(out: Tensor, key: int, std: float, mean: float = 0.0, *, chunk: int 
 
 
 def checksums(rows_XRC: Tensor, *, chunk: int | None = None) -> Tensor:
-    """int64 [X]: one position-dependent checksum of the bytes of each [R, C] block, summed modulo 2^64 (so order can't matter)."""
+    """int64 [X]: one position-dependent checksum of the bytes of each [R, C] block, a sum modulo 2^64 (order can't matter)."""
     if rows_XRC.numel() == 0:
         return torch.zeros(rows_XRC.shape[0], dtype=torch.int64, device=rows_XRC.device)
     blocks, rows, columns = rows_XRC.shape
@@ -62,7 +62,9 @@ def checksums(rows_XRC: Tensor, *, chunk: int | None = None) -> Tensor:
         for start in range(0, rows, step):
             part = rows_XRC[first : first + together, start : start + step]
             z = _words(part.reshape(part.shape[0], -1))
-            z = z + torch.arange(1, 1 + z.shape[1], dtype=torch.int64, device=z.device).add_(start * row_bytes // 8).mul_(_signed(_GOLDEN))
+            z = z + torch.arange(1, 1 + z.shape[1], dtype=torch.int64, device=z.device).add_(start * row_bytes // 8).mul_(
+                _signed(_GOLDEN)
+            )
             out[first : first + together] += _mix_(z).sum(1)
     return out
 

@@ -48,18 +48,6 @@ class RMSNorm(nn.Module):
         return ops.add_rms_norm(branch_RD, residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
 
 
-class HeadNorm(nn.Module):
-    """weight [E]: an RMSNorm over each head's columns."""
-
-    def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
-        self.eps, self.program, self.zero_centred = eps, program, zero_centred
-
-    def forward(self, x_RHE: Tensor) -> Tensor:
-        return ops.rms_norm(x_RHE, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
-
-
 class Experts(nn.Module):
     """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]."""
 
@@ -86,5 +74,18 @@ class RotaryTable(nn.Module):
         with torch.device("cpu"):
             self.table_PC2 = ops.rope_table(self.positions, self.rotated, self.theta).to(device)
 
-    def forward(self, x_RHE: Tensor, positions_R: Tensor) -> Tensor:
-        return ops.rope(x_RHE, self.table_PC2, positions_R, program=self.program)
+
+class HeadNormRope(nn.Module):
+    """Splits fused rows into query, key and value heads; norms and rotates queries and keys. Weights q [E] and k [E]."""
+
+    def __init__(self, heads: int, kv_heads: int, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.k = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.heads, self.kv_heads, self.eps, self.program, self.zero_centred = heads, kv_heads, eps, program, zero_centred
+
+    def forward(self, qkv_RC: Tensor, rotary: RotaryTable, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.norm_rope(
+            qkv_RC, self.q, self.k, rotary.table_PC2, positions_R, heads=self.heads, kv_heads=self.kv_heads, eps=self.eps,
+            program=self.program, zero_centred=self.zero_centred,
+        )  # fmt: skip

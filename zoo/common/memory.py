@@ -2,12 +2,21 @@
 
 `append` writes the new rows' state and returns what the op reads. `PackedMemory` (training) returns the live tensors, so that
 gradients flow and a recomputation under checkpointing changes nothing. `PagedMemory` (serving) writes pages.
+
+The engine owns which page and slot belongs to whom and knows nothing of what they hold; it speaks `ServingMemory`:
+- A sequence's tokens b * page_size .. (b + 1) * page_size - 1 live in its page b. Pages of one prefix may be shared by sequences.
+- A memory with state that is not a row of a page (a recurrent state, an open compressor window) has `slots`, one per running
+  sequence, slot 0 for padding. `table` writes slot and pages of a batch into one int32 tensor, opaque to drivers and graphs.
+- A sequence may start after a cached prefix of L tokens iff reusable_length(L) == L and, with slots, a `snapshot` was taken when
+  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. The engine ends chunks on page boundaries for it.
+- `PagedMemory` is the plain case: no slots, any L, no snapshots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,11 +72,49 @@ class PagedKeyValues:
         return KeyValues(self.k_PSGE, self.v_PSGE, self.page_table_NB)
 
 
+class ServingMemory(Protocol):
+    """What the engine asks of a memory; the module's docstring says what the words mean."""
+
+    page_size: int
+    pages: int
+    slots: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+
+    def pages_for(self, length: int) -> int:
+        """Pages that a sequence of `length` tokens holds."""
+
+    def columns(self, blocks: int) -> int:
+        """Columns of a table for sequences of at most `blocks` pages."""
+
+    def table(self, pages: Sequence[Sequence[int]], slots: Sequence[int], blocks: int) -> Tensor:
+        """int32 [N, columns(blocks)] on the memory's device, padded with the reserved page."""
+
+    def capacity(self, table_NB: Tensor) -> int:
+        """Tokens of one sequence that such a table can address."""
+
+    def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
+        """Zero-fills pages and slots as they are assigned."""
+
+    def reusable_length(self, length: int) -> int:
+        """The longest prefix, at most `length` tokens, after which a sequence may start from shared pages (and a snapshot)."""
+
+    def snapshot(self, slot: int) -> Any:
+        """A copy of a slot as it is now, None if there is no room for one."""
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        """Writes a snapshot into a slot."""
+
+
 class PagedMemory:
     """Serving's memory: all layers' pages. `view(page_table)` gives the layers as a batch of sequences sees them.
 
     k_LPSGE, v_LPSGE: [layers, pages, page_size, kv heads, head dim]. Page 0 is reserved for padding rows.
     """
+
+    slots = 0
 
     def __init__(
         self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
@@ -83,7 +130,33 @@ class PagedMemory:
     def view(self, page_table_NB: Tensor) -> list[PagedKeyValues]:
         return [PagedKeyValues(k, v, page_table_NB) for k, v in zip(self.k_LPSGE, self.v_LPSGE, strict=True)]
 
-    def clear(self, pages: list[int]) -> None:
+    @property
+    def nbytes(self) -> int:
+        return self.k_LPSGE.nbytes + self.v_LPSGE.nbytes
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def columns(self, blocks: int) -> int:
+        return blocks
+
+    def table(self, pages: Sequence[Sequence[int]], slots: Sequence[int], blocks: int) -> Tensor:
+        padded = [[*held, *[RESERVED_PAGE] * (blocks - len(held))] for held in pages]
+        return torch.tensor(padded, dtype=torch.int32).view(len(pages), blocks).to(self.k_LPSGE.device, non_blocking=True)
+
+    def capacity(self, table_NB: Tensor) -> int:
+        return table_NB.shape[1] * self.page_size
+
+    def reusable_length(self, length: int) -> int:
+        return length
+
+    def snapshot(self, slot: int) -> Any:
+        raise AssertionError("pages are all that there is")
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        raise AssertionError("pages are all that there is")
+
+    def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
         """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
         index = torch.tensor(pages, device=self.k_LPSGE.device)
         self.k_LPSGE.index_fill_(1, index, 0)

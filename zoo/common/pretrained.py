@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,14 @@ class Pretrained(nn.Module):
     """Base of every ForRL and ForServing class.
 
     A subclass sets `config_class` (with from_hf and to_hf) and `table` (config -> WeightTable), builds its parameters in
-    `__init__(config, program)` also on the meta device, and gives `reset_buffers(device)` and `program_lines()`.
+    `__init__(config, program)` also on the meta device, and gives `reset_buffers(device)` and `program_lines()`. `trainable` says
+    whether parameters want gradients.
     """
 
     config_class: Any
     table: Callable[[Any], WeightTable]
     recipe = staticmethod(recipe)
+    trainable: ClassVar[bool] = True
 
     config: Any
     program: Program
@@ -169,15 +171,18 @@ class Pretrained(nn.Module):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Forgets the cached content hash. Needed only after writes that torch doesn't count: through `.data` or a CUDA graph."""
+        """Forgets the cached content hash of frozen weights, after a write that torch doesn't count: through `.data`, a CUDA
+        graph replay, or another tensor that shares their storage."""
         self._changes += 1
 
     @property
     def weights_version(self) -> str:
-        """Content hash of all weights, recomputed when a parameter was written or replaced since the last call."""
+        """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since."""
         parameters = dict(self.named_parameters())
-        state = (self._changes, tuple((p.data_ptr(), p._version) for p in parameters.values()))
-        if self._hash is None or self._hash[0] != state:
+        state = None
+        if not any(p.requires_grad for p in parameters.values()):  # fused optimizers write without moving torch's version counter
+            state = (self._changes, tuple((p.data_ptr(), p._version) for p in parameters.values()))
+        if state is None or self._hash is None or self._hash[0] != state:
             self._hash = (state, weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of()))
         return self._hash[1]
 
@@ -204,11 +209,17 @@ class Pretrained(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         self.to_empty(device=device)
+        self.requires_grad_(self.trainable)
         self.reset_buffers(device)
 
 
 def draw_piece(
-    piece: Piece, out: Tensor, seed: int, table: WeightTable, entry: Entry, how: Callable[[str, tuple[int, ...], bool], Draw] = recipe
+    piece: Piece,
+    out: Tensor,
+    seed: int,
+    table: WeightTable,
+    entry: Entry,
+    how: Callable[[str, tuple[int, ...], bool], Draw] = recipe,
 ) -> Tensor:
     """Fills the place of one published tensor from (seed, published name)."""
     tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)

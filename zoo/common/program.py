@@ -20,6 +20,7 @@ ALIGNED_CUDA = {
     "embed": "copy",
     "linear": "fixed_k",
     "rms_norm": "pair_tree",
+    "norm_rope": "pair_tree",
     "rope": "single_round",
     "swiglu": "single_round",
     "attention": "fa4",

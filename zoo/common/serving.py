@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ class ForServing(Pretrained, nn.Module):
     """Base of every architecture's serving model; a subclass writes the walk through its layers and names its memory."""
 
     model: nn.Module
+    trainable = False
 
     def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
         """Paged memory for this model on its device; page 0 is reserved for padding."""
@@ -34,8 +37,8 @@ class ForServing(Pretrained, nn.Module):
         """
         if rows.max_length > self.config.positions:
             raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
-        if rows.max_length > page_table_NB.shape[1] * memory.page_size:
-            raise ValueError(f"{rows.max_length} tokens do not fit {page_table_NB.shape[1]} pages of {memory.page_size}")
+        if rows.max_length > memory.capacity(page_table_NB):
+            raise ValueError(f"{rows.max_length} tokens do not fit a page table of {memory.capacity(page_table_NB)}")
         hidden_RD = self.hidden_rows(ids_R, rows, memory, page_table_NB)
         return hidden_RD if wanted_W is None else hidden_RD.index_select(0, wanted_W)
 
@@ -60,14 +63,15 @@ class DecodeGraph:
     Padding sequences point at the reserved page with one token; their outputs are never read.
     """
 
-    def __init__(self, model: ForServing, memory: PagedMemory, batch: int, blocks: int) -> None:
+    def __init__(self, model: ForServing, memory: PagedMemory, batch: int, blocks: int, pool: Any = None) -> None:
+        """`pool` (torch.cuda.graph_pool_handle()) is shared by graphs whose outputs are read before another of them replays."""
         device = next(model.parameters()).device
         self.batch, self.blocks = batch, blocks
         self.ids_N = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions_N = torch.zeros(batch, dtype=torch.int64, device=device)
         self.lengths_N = torch.ones(batch, dtype=torch.int32, device=device)
-        self.page_table_NB = torch.zeros(batch, blocks, dtype=torch.int32, device=device)
-        rows = Rows(
+        self.page_table_NB = torch.zeros(batch, memory.columns(blocks), dtype=torch.int32, device=device)
+        self.rows = Rows(  # kept: the graph reads these tensors on every replay
             self.positions_N,
             torch.arange(batch, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device),
@@ -79,11 +83,11 @@ class DecodeGraph:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
             for _ in range(2):
-                model.decode(self.ids_N, rows, memory, self.page_table_NB)
+                model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits_NV = model.decode(self.ids_N, rows, memory, self.page_table_NB)
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.logits_NV = model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
 
     def replay(self, ids_N: Tensor, positions_N: Tensor, page_table_NB: Tensor) -> Tensor:
         """Logits [n, V] of n <= batch sequences; valid until the next replay."""

@@ -1,10 +1,14 @@
-"""The safetensors format: headers read and checked without touching data, tensors read one at a time, files written byte for byte."""
+"""The safetensors format: headers checked without touching data, tensors read and written one at a time, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 HEADER_LIMIT = 100_000_000  # the format's own limit
 
 
@@ -50,7 +56,7 @@ class StoredTensor:
         out = torch.empty(self.nbytes, dtype=torch.uint8)
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            got = file.readinto(out.numpy())
+            got = file.readinto(out.numpy().data)
         if got != self.nbytes:
             raise ValueError(f"{self.path}: {self.name} has {self.nbytes} bytes, only {got} could be read; the file changed")
         return out.view(DTYPES[self.dtype]).view(self.shape)
@@ -73,7 +79,9 @@ def read_shard(path: Path) -> Shard:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-            raise ValueError(f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}")
+            raise ValueError(
+                f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}"
+            )
         raw = file.read(length)
     try:
         fields = json.loads(raw)
@@ -87,7 +95,9 @@ def read_shard(path: Path) -> Shard:
             raise ValueError(f"{path}: data of {tensor.name} starts at byte {tensor.offset}, it should start at {end}")
         end += tensor.nbytes
     if end != size:
-        raise ValueError(f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}")
+        raise ValueError(
+            f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}"
+        )
     return Shard(path.name, length.to_bytes(8, "little") + raw, tuple(tensors))
 
 
@@ -119,4 +129,48 @@ def write_shard(path: Path, header: bytes, names: Iterable[str], read: Callable[
     with path.open("wb") as file:
         file.write(header)
         for name in names:
-            file.write(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_shards(
+    folder: Path, specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], read: Callable[[str], Tensor], shard_bytes: int
+) -> None:
+    """Tensors in the given order, in files of at most `shard_bytes` (one tensor may be more); several get an index."""
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    room = shard_bytes
+    total = 0
+    for name, dtype, shape in specs:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if groups[-1] and size > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append((name, dtype, shape))
+        room -= size
+        total += size
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_shard(folder / file, header_of(group), [name for name, *_ in group], read)
+        weight_map |= {name: file for name, *_ in group}
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def fresh_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary sibling that becomes `path` when the block succeeds and vanishes when it fails. Refuses a non-empty `path`."""
+    target = Path(path).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        inner = work / target.name  # mkdtemp's own folder is private to this user; the one inside has ordinary rights
+        inner.mkdir()
+        yield inner
+        if target.exists():
+            target.rmdir()
+        os.rename(inner, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -59,7 +59,8 @@ class Qwen3Config:
             read.only("decoder_sparse_step", 1)
             read.only("mlp_only_layers", [])
             mixture = {
-                "experts": read.integer("num_experts"),
+                # transformers 5 writes num_local_experts
+                "experts": read.integer("num_experts" if "num_experts" in fields else "num_local_experts"),
                 "experts_per_token": read.integer("num_experts_per_tok"),
                 "expert_inner": read.integer("moe_intermediate_size"),
                 "renormalise": read.boolean("norm_topk_prob"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.layers import Embedding, Experts, HeadNorm, Linear, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, Experts, HeadNormRope, Linear, RMSNorm, RotaryTable
 from zoo.common.memory import KeyValueMemory
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
@@ -21,17 +21,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: Qwen3Config, program: Program) -> None:
         super().__init__()
-        self.widths = (config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim)
-        self.head_dim, self.scale, self.program = config.head_dim, config.head_dim**-0.5, program
-        self.qkv = Linear(config.hidden, sum(self.widths), program)
-        self.q_norm = HeadNorm(config.head_dim, config.eps, program)
-        self.k_norm = HeadNorm(config.head_dim, config.eps, program)
-        self.out = Linear(self.widths[0], config.hidden, program)
+        heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+        self.scale, self.program = width**-0.5, program
+        self.qkv = Linear(config.hidden, (heads + 2 * kv_heads) * width, program)
+        self.norm = HeadNormRope(heads, kv_heads, width, config.eps, program)
+        self.out = Linear(heads * width, config.hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable) -> Tensor:
-        q_RHE, k_RGE, v_RGE = (part.unflatten(1, (-1, self.head_dim)) for part in self.qkv(x_RD).split(self.widths, dim=1))
-        q_RHE = rotary(self.q_norm(q_RHE), rows.positions_R)
-        k_RGE = rotary(self.k_norm(k_RGE), rows.positions_R)
+        q_RHE, k_RGE, v_RGE = self.norm(self.qkv(x_RD), rotary, rows.positions_R)
         history = memory.append(k_RGE, v_RGE, rows)
         return self.out(ops.attention(q_RHE, history, rows, self.scale, program=self.program).flatten(1))
 

@@ -20,8 +20,8 @@ def table(config: Qwen3Config) -> WeightTable:
         entries += [
             _one(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,)),
             _one(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,)),
-            _one(f"{ours}.attention.q_norm.weight", f"{theirs}.self_attn.q_norm.weight", (config.head_dim,)),
-            _one(f"{ours}.attention.k_norm.weight", f"{theirs}.self_attn.k_norm.weight", (config.head_dim,)),
+            _one(f"{ours}.attention.norm.q", f"{theirs}.self_attn.q_norm.weight", (config.head_dim,)),
+            _one(f"{ours}.attention.norm.k", f"{theirs}.self_attn.k_norm.weight", (config.head_dim,)),
             _rows(f"{ours}.attention.qkv.weight", hidden, [(f"{theirs}.self_attn.{n}_proj.weight", r) for n, r in zip("qkv", (q, kv, kv), strict=True)]),
             _one(f"{ours}.attention.out.weight", f"{theirs}.self_attn.o_proj.weight", (hidden, q)),
         ]  # fmt: skip

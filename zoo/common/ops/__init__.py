@@ -7,6 +7,7 @@ from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
+from zoo.common.ops.norm_rope import norm_rope
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.common.ops.rope import rope, rope_table, table_hash
 from zoo.common.ops.route import route
@@ -28,6 +29,7 @@ __all__ = [
     "log_prob",
     "log_prob_of_logits",
     "logits",
+    "norm_rope",
     "rms_norm",
     "rope",
     "rope_table",

@@ -30,6 +30,7 @@ class Case:
     gradients     arguments that get a gradient
     device_sized  a published model's shape: for GPUs and benchmarks only
     devices       where the program's byte class can run it
+    kind          of its numbers, see `Draw.floats`
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     gradients: tuple[str, ...] = ()
     device_sized: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    kind: str = "normal"
 
     def runs_on(self, device: str) -> bool:
         return device in self.devices and (device == "cuda" or not self.device_sized)
@@ -69,7 +71,7 @@ def cases_of(op: str, program: Program) -> list[Case]:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name is None or not name.startswith(error.name):
             raise
         raise ValueError(f"op {op!r} has no cases: write {name.replace('.', '/')}.py") from None
     found = [case for case in module.cases(program) if case.runs_on(program.device)]

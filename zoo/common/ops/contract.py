@@ -81,7 +81,7 @@ def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[...,
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             for observer in _observers:
-                observer(contract, {"args": args, **kwargs}, result)
+                observer(contract, {"args": args, **kwargs, "function": call}, result)
             return result
 
         return call
@@ -91,7 +91,10 @@ def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[...,
 
 @contextmanager
 def watch(observer: Callable[[Contract, dict[str, Any], Any], None]) -> Iterator[None]:
-    """Calls `observer(contract, arguments, result)` after every op call inside the block. It sees; it changes nothing."""
+    """Calls `observer(contract, arguments, result)` after every op call inside the block. It sees; it changes nothing.
+
+    arguments: "args" (the positional ones), the named ones, and "function", the public op itself.
+    """
     _observers.append(observer)
     try:
         yield
@@ -112,6 +115,11 @@ def _importable(module: str) -> bool:
     except Exception:  # a package that is there but can't be loaded (no GPU, wrong CUDA) is as good as absent
         return False
     return True
+
+
+def choices_changed() -> None:
+    """Forgets which provider runs each shape: a qualification was stored, or a contract's providers were replaced."""
+    _choose.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)

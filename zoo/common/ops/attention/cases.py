@@ -53,8 +53,8 @@ def edge_lengths(program: Program, width: int) -> list[int]:
     """Lengths at each tile and segment edge of the program for heads of `width`."""
     tile = KEY_TILE if program.device == "cpu" else FA4_KEY_TILE
     segment = program.key_segment(width)
-    edges = [16, tile, 2 * tile] + ([] if segment is None else [segment, 2 * segment])
-    return sorted({1, 2} | {edge + off for edge in edges for off in (-1, 0, 1)})
+    edges = [16, tile, 2 * tile] + ([] if segment is None else [segment])
+    return sorted({1, 2 if segment is None else 2 * segment + 1} | {edge + off for edge in edges for off in (-1, 0, 1)})
 
 
 def attend(t: Trial, args: Args) -> Any:
@@ -179,7 +179,7 @@ def _case(
 
     checks = {"row": _row, "split": _split, "place": _place, "shard": _shard, "repeat": repeat}
     devices = ("cpu", "cuda") if width in (64, 128, 256) else ("cpu",)  # FlashAttention 4's head dims
-    return Case(name, "attention", make, attend, {law: checks[law] for law in laws}, QKV, device_sized, devices)
+    return Case(name, "attention", make, attend, {law: checks[law] for law in laws}, QKV, device_sized, devices, kind)
 
 
 def cases(program: Program) -> list[Case]:

@@ -36,7 +36,7 @@ def _case(name: str, rows: int, vocabulary: int, width: int, kind: str = "normal
         assert_row_law(t.call, t.args, _Tokens(), seed=t.seed)
 
     laws = {**row_laws("ids_R"), "row": row}
-    return Case(name, "embed", make, call, laws, ("weight_VD",), device_sized)
+    return Case(name, "embed", make, call, laws, ("weight_VD",), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

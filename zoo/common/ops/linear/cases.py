@@ -41,7 +41,7 @@ def _case(
         assert_column_law(t.call, t.args, Along("weight_NK"), seed=t.seed)
 
     laws = {**row_laws("x_RK"), "column": column}
-    return Case(name, "linear", make, call, laws, ("x_RK", "weight_NK"), device_sized)
+    return Case(name, "linear", make, call, laws, ("x_RK", "weight_NK"), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

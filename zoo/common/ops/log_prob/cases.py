@@ -54,7 +54,7 @@ def _case(
         assert_shard_law(at_degree, [d for d in (1, 2, 4, 8) if d <= groups])
 
     laws = {**row_laws("hidden_RD", "targets_R", "inverse_temperature_R"), "fusion": fusion, "shard": shard}
-    return Case(name, "log_prob", make, call, laws, ("hidden_RD", "weight_VD"), device_sized)
+    return Case(name, "log_prob", make, call, laws, ("hidden_RD", "weight_VD"), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

@@ -44,7 +44,7 @@ def _case(
         assert_fusion_law(t.call, composed)
 
     laws = {**row_laws("x", "residual"), "fusion": fusion}
-    return Case(name, "rms_norm", make, call, laws, ("x", "residual", "weight_D"), device_sized)
+    return Case(name, "rms_norm", make, call, laws, ("x", "residual", "weight_D"), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

@@ -34,7 +34,7 @@ def _case(
         assert_fusion_law(t.call, composed)
 
     laws = {**row_laws("x_RHE", "positions_R"), "fusion": fusion}
-    return Case(name, "rope", make, call, laws, ("x_RHE",), device_sized)
+    return Case(name, "rope", make, call, laws, ("x_RHE",), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

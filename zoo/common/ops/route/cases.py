@@ -21,7 +21,7 @@ def _case(
     def call(t: Trial, args: Args) -> Any:
         return t.op("route")(args["logits_RX"], top_k, renormalise, program=t.program)
 
-    return Case(name, "route", make, call, row_laws("logits_RX"), ("logits_RX",), device_sized)
+    return Case(name, "route", make, call, row_laws("logits_RX"), ("logits_RX",), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

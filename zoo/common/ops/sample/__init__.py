@@ -32,9 +32,9 @@ CONTRACT = Contract(
     rounds="x = logit * FP32 1/temperature; p = exp(x - lse); noise -log(-log(u)), u an odd 24-bit integer over 2^24; all FP32",
     adds="mass as int64, p * 2^60 truncated, so every order gives one cut; ranks by descending x, lower id first (-0 is +0, NaN "
     "ranks as -inf); stays: rank < k and mass before it <= floor(top_p * 2^60) and not behind the last token with p >= min_p * "
-    "max p; both log-sum-exps by log_prob's tree, over x with -inf outside the support; token = argmax of x + noise, lower id first "
-    "among equals; noise: Philox4x32-10, key seed, counter (id without bits 10, 11; position low; position high; 0), these two bits "
-    "choose the word",
+    "max p; both log-sum-exps by log_prob's tree, over x with -inf outside the support; token = argmax of x + noise, lower id "
+    "first among equals; noise: Philox4x32-10, key seed, counter (id without bits 10, 11; position low; position high; 0), these "
+    "two bits choose the word",
     laws=("row", "place", "fusion", "repeat"),
     backward="log_prob's on the kept tokens; the support is a constant; a target outside it gives no gradient",
     launch="filters and temperature are skipped where the host knows that no row has them; the replay holds 128 rows' logits",
@@ -161,7 +161,7 @@ def score_filtered(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, rows
         raise ValueError(
             f"score_filtered: {hidden_RD.shape[0]} hidden rows, {targets_R.shape[0]} targets, {rows.count} parameters"
         )
-    if not rows.filters:
+    if not rows.filters or rows.count == 0:
         scale = rows.inverse_temperature_or_none()
         return log_prob(hidden_RD, weight_VD, targets_R, program=program, inverse_temperature_R=scale).log_prob_R
     return _ScoreFiltered.apply(hidden_RD, weight_VD, targets_R, rows, program)

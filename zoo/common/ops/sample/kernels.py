@@ -19,28 +19,28 @@ _NO_CUT = tl.constexpr(NO_CUT)
 
 
 @triton.jit
-def _keys_and_mass(row, start, width, lse, BLOCK: tl.constexpr):
+def _keys_and_mass(row, start, lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Ordered int32 keys (-0 as +0, NaN as -inf), probabilities and int64 masses of a block; columns beyond the row have no mass
     and lie below every key."""
     column = start + tl.arange(0, BLOCK)
-    x = tl.load(row + column, mask=column < width, other=-float("inf"))
+    x = tl.load(row + column, mask=column < WIDTH, other=-float("inf"))
     x = tl.where(x == x, x, -float("inf"))
     x = tl.where(x == 0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(column < width, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    key = tl.where(column < WIDTH, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
     p = tl.exp(x - lse)
     p = tl.where(p >= 0, p, 0.0)
     return column, key, p, (p * _MASS_ONE).to(tl.int64)
 
 
 @triton.jit
-def _above(row, width, lse, key_cut, BLOCK: tl.constexpr):
+def _above(row, lse, key_cut, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """How many keys lie above the cut, their mass, and the mass of one token at the cut."""
     count = tl.zeros([BLOCK], tl.int64)
     mass = tl.zeros([BLOCK], tl.int64)
     tied = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, width, BLOCK):
-        _, key, _, m = _keys_and_mass(row, start, width, lse, BLOCK)
+    for start in range(0, WIDTH, BLOCK):
+        _, key, _, m = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
         count += (key > key_cut).to(tl.int64)
         mass += tl.where(key > key_cut, m, 0)
         tied = tl.maximum(tied, tl.where(key == key_cut, m, 0))
@@ -48,45 +48,45 @@ def _above(row, width, lse, key_cut, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _cut_kernel(logits, lse_R, top_k_R, mass_limit_R, min_p_R, logit_R, last_R, width, stride, BLOCK: tl.constexpr):
+def _cut_kernel(logits, lse_R, top_k_R, mass_limit_R, min_p_R, logit_R, last_R, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     row = logits + r * stride
     lse = tl.load(lse_R + r)
     top_k = tl.load(top_k_R + r)
     limit = tl.load(mass_limit_R + r)
     min_p = tl.load(min_p_R + r)
-    if (top_k >= width) & (limit >= _NO_CUT) & (min_p <= 0):
+    if (top_k >= WIDTH) & (limit >= _NO_CUT) & (min_p <= 0):
         tl.store(logit_R + r, -float("inf"))
-        tl.store(last_R + r, width.to(tl.int64))
+        tl.store(last_R + r, WIDTH)
     else:
         peak_p = tl.zeros([BLOCK], tl.float32)
         peak_key = tl.full([BLOCK], -2147483648, tl.int32)
-        for start in range(0, width, BLOCK):
-            _, key, p, _ = _keys_and_mass(row, start, width, lse, BLOCK)
+        for start in range(0, WIDTH, BLOCK):
+            _, key, p, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
             peak_p = tl.maximum(peak_p, p)
             peak_key = tl.maximum(peak_key, key)
         high = tl.max(peak_key, 0).to(tl.int64)
         floor = min_p * tl.max(peak_p, 0)
         least = tl.full([BLOCK], 2147483647, tl.int32)
-        for start in range(0, width, BLOCK):
-            column, key, p, _ = _keys_and_mass(row, start, width, lse, BLOCK)
-            least = tl.minimum(least, tl.where((column < width) & (p >= floor), key, 2147483647))
+        for start in range(0, WIDTH, BLOCK):
+            column, key, p, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
+            least = tl.minimum(least, tl.where((column < WIDTH) & (p >= floor), key, 2147483647))
         low = tl.minimum(tl.min(least, 0).to(tl.int64), high)
         # the lowest key whose first token still has rank < k and mass before it <= the limit
         while low < high:
             middle = (low + high) >> 1
-            count, mass, _ = _above(row, width, lse, middle, BLOCK)
+            count, mass, _ = _above(row, lse, middle, WIDTH, BLOCK)
             fits = (count < top_k) & (mass <= limit)
             high = tl.where(fits, middle, high)
             low = tl.where(fits, low, middle + 1)
-        count, mass, tied = _above(row, width, lse, high, BLOCK)
+        count, mass, tied = _above(row, lse, high, WIDTH, BLOCK)
         # equals share one mass, so how many of them stay is a division
         room = tl.where(tied > 0, (limit - mass) // tl.maximum(tied, 1) + 1, _NO_CUT)
         room = tl.maximum(tl.minimum(room, top_k - count), 1)
         last = tl.full([BLOCK], -1, tl.int32)
         seen = tl.zeros([], tl.int32).to(tl.int64)
-        for start in range(0, width, BLOCK):
-            column, key, _, _ = _keys_and_mass(row, start, width, lse, BLOCK)
+        for start in range(0, WIDTH, BLOCK):
+            column, key, _, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
             equal = key == high
             nth = seen + tl.cumsum(equal.to(tl.int32), 0)
             last = tl.maximum(last, tl.where(equal & (nth <= room), column, -1))
@@ -102,20 +102,9 @@ def cut(logits_RV: Tensor, lse_R: Tensor, top_k_R: Tensor, mass_limit_R: Tensor,
     rows, width = logits_RV.shape
     logit = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     last = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    _cut_kernel[(rows,)](
-        logits_RV,
-        lse_R,
-        top_k_R,
-        mass_limit_R,
-        min_p_R,
-        logit,
-        last,
-        width,
-        logits_RV.stride(0),
-        BLOCK=CUT_BLOCK,
-        num_warps=16,
-        **EXACT,
-    )
+    per_row = (lse_R, top_k_R, mass_limit_R, min_p_R, logit, last)
+    if rows:
+        _cut_kernel[(rows,)](logits_RV, *per_row, logits_RV.stride(0), WIDTH=width, BLOCK=CUT_BLOCK, num_warps=16, **EXACT)
     return logit, last
 
 
@@ -133,10 +122,10 @@ def restrict(logits_RC: Tensor, logit_R: Tensor, last_R: Tensor, first: int, fil
     """Logits of columns first .. first + C with `fill` behind the cut; a NaN stays."""
     rows, width = logits_RC.shape
     out = torch.empty_like(logits_RC, memory_format=torch.contiguous_format)
-    grid = (triton.cdiv(width, RESTRICT_BLOCK), rows)
-    _restrict_kernel[grid](
-        logits_RC, out, logit_R, last_R, width, logits_RC.stride(0), first, fill, BLOCK=RESTRICT_BLOCK, num_warps=4
-    )
+    if rows:
+        grid = (triton.cdiv(width, RESTRICT_BLOCK), rows)
+        stride = logits_RC.stride(0)
+        _restrict_kernel[grid](logits_RC, out, logit_R, last_R, width, stride, first, fill, BLOCK=RESTRICT_BLOCK, num_warps=4)
     return out
 
 
@@ -203,9 +192,8 @@ def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, greedy_R: Tensor
     best = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits_RV.device)
     token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    flags = greedy_R.view(torch.int8)
-    _draw_kernel[(blocks, rows)](
-        logits_RV, seed_R, position_R, flags, best, ids, width, logits_RV.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT
-    )
-    _merge_kernel[(rows,)](best, ids, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    if rows:
+        row = (seed_R, position_R, greedy_R.view(torch.int8), best, ids)
+        _draw_kernel[(blocks, rows)](logits_RV, *row, width, logits_RV.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT)
+        _merge_kernel[(rows,)](best, ids, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return token

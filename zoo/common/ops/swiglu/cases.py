@@ -21,7 +21,7 @@ def _case(name: str, rows: int, inner: int, kind: str = "normal", device_sized: 
     def column(t: Trial) -> None:
         assert_column_law(t.call, t.args, Along("gate_up", dim=-1, blocks=2), seed=t.seed)
 
-    return Case(name, "swiglu", make, call, {**row_laws("gate_up"), "column": column}, ("gate_up",), device_sized)
+    return Case(name, "swiglu", make, call, {**row_laws("gate_up"), "column": column}, ("gate_up",), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:

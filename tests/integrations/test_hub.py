@@ -1,0 +1,188 @@
+"""Hub ids through huggingface_hub, against a loopback server with the hub's routes. No network is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from weights_tools.make_tiny import make_tiny
+from zoo.common.shards import INDEX
+
+REPO, COMMIT, OLD = "lab/tiny-qwen3", "c0ffee" + "0" * 34, "0badbeef" + "0" * 32
+PROGRAM = """
+import sys, zoo
+kwargs = {"revision": sys.argv[3]} if sys.argv[3] else {}
+try:
+    print("version", zoo.load(sys.argv[1], role=sys.argv[2], device="cpu", **kwargs).weights_version)
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+@dataclass
+class Hub:
+    """Serves folders as revisions of one repository; `asked` lists the requests."""
+
+    revisions: dict[str, tuple[str, Path]]
+    asked: list[str] = field(default_factory=list)
+    gated: bool = False
+    broken: bool = False
+    url: str = ""
+
+
+class Routes(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"{self.command} {path}")
+        parts = path.strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repo = "/".join(parts[2:4] if api else parts[:2])
+        if self.hub.broken:
+            return self.answer(503, b"down")
+        if repo != REPO:
+            return self.fail(401 if api else 404, "RepoNotFound", "Repository not found")
+        if self.hub.gated:
+            return self.fail(403, "GatedRepo", "Access to this repository is restricted")
+        revision = parts[5 if api else 3]
+        if revision not in self.hub.revisions:
+            return self.fail(404, "RevisionNotFound", "Invalid rev id")
+        commit, folder = self.hub.revisions[revision]
+        names = sorted(p.name for p in folder.iterdir())
+        if api and parts[4] == "revision":
+            body = {
+                "id": REPO,
+                "modelId": REPO,
+                "sha": commit,
+                "private": False,
+                "tags": [],
+                "siblings": [{"rfilename": n} for n in names],
+            }
+            return self.answer(200, json.dumps(body).encode(), {"X-Repo-Commit": commit})
+        if api:
+            entries = [{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": etag(folder / n)} for n in names]
+            return self.answer(200, json.dumps(entries).encode(), {"X-Repo-Commit": commit})
+        name = "/".join(parts[4:])
+        if name not in names:
+            return self.fail(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+        content = (folder / name).read_bytes()
+        size = str(len(content))
+        self.answer(
+            200,
+            content,
+            {"ETag": f'"{etag(folder / name)}"', "X-Repo-Commit": commit, "X-Linked-Size": size, "Accept-Ranges": "bytes"},
+        )
+
+    def fail(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+        self.answer(status, message.encode(), {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """Revision main, and the older v1 with other weights."""
+    served = make_tiny("qwen3", tmp_path / "main", layers=1, hidden=64)
+    older = make_tiny("qwen3", tmp_path / "v1", layers=1, hidden=64, seed=1)
+    (served / "README.md").write_text("not needed")
+    (served / "pytorch_model.bin").write_text("not wanted")
+    state = Hub({"main": (COMMIT, served), COMMIT: (COMMIT, served), "v1": (OLD, older), OLD: (OLD, older)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Routes,), {"hub": state}))
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def load(endpoint: str, home: Path, repo: str = REPO, revision: str = "", role: str = "rl", offline: bool = False) -> str:
+    """What a fresh process prints: huggingface_hub reads its endpoint once, when it is imported."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+    env = clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
+    env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, repo, role, revision], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def local(folder: Path) -> str:
+    import zoo
+
+    return f"version {zoo.load(folder, device='cpu').weights_version}"
+
+
+def test_load_by_hub_id_then_offline(hub: Hub, tmp_path: Path) -> None:
+    served, older = hub.revisions["main"][1], hub.revisions["v1"][1]
+    assert local(served) != local(older)
+    assert load(hub.url, tmp_path / "home") == local(served)
+    fetched = [line.rsplit("/", 1)[1] for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
+    assert INDEX in fetched and "tokenizer.json" in fetched and not {"README.md", "pytorch_model.bin"} & set(fetched)
+    assert load(hub.url, tmp_path / "home", revision="v1", role="serving") == local(older)
+    hub.asked.clear()
+    assert load(hub.url, tmp_path / "home", offline=True) == local(served)
+    assert hub.asked == []
+
+
+def test_what_the_hub_has_not_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert load(hub.url, home, repo="lab/absent").startswith(
+        f"refused 'lab/absent', revision 'main', at {hub.url}: no such repository"
+    )
+    assert (
+        load(hub.url, home, revision="v9")
+        == f"refused '{REPO}', revision 'v9', at {hub.url}: the repository has no such revision"
+    )
+    hub.broken = True
+    assert "the hub can't be reached" in load(hub.url, home)
+    hub.broken, hub.gated = False, True
+    assert load(hub.url, home).startswith(f"refused '{REPO}', revision 'main', at {hub.url}: the repository is gated")
+
+
+def test_unreachable_and_offline_are_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound but not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        text = load(url, tmp_path / "home")
+        absent = f"refused '{REPO}', revision 'main', at {url}: not in the local cache (or only partly)"
+        assert text == f"{absent} and the hub can't be reached"
+        text = load(url, tmp_path / "home", offline=True)
+        assert text == f"{absent} and HF_HUB_OFFLINE is set"
+
+
+def test_shard_that_the_hub_lost(hub: Hub, tmp_path: Path) -> None:
+    (hub.revisions["main"][1] / "model-00002-of-00004.safetensors").unlink()
+    assert "names 1 absent files: model-00002-of-00004.safetensors" in load(hub.url, tmp_path / "home")

@@ -1,0 +1,135 @@
+"""The sampling program on a GPU: laws, the cut against its definition, the noise, CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from zoo.common import ops  # noqa: E402
+from zoo.common.ops.cases import cases_of, check  # noqa: E402
+from zoo.common.ops.sample import kernels, reference  # noqa: E402
+from zoo.common.program import resolve  # noqa: E402
+from zoo.common.sampling import RowSampling, SamplingParams, sample, score_filtered, support  # noqa: E402
+from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PROGRAM = resolve("aligned", "cuda", torch.bfloat16)
+VOCABULARY = 151936
+MIXED = (
+    SamplingParams(seed=1),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.6, top_p=0.95, top_k=20, seed=2),
+    SamplingParams(top_k=300, seed=3),
+    SamplingParams(top_p=0.5, seed=4),
+    SamplingParams(temperature=1.7, min_p=0.05, seed=5),
+    SamplingParams(temperature=3.0, seed=2**64 - 1),
+)
+
+
+def made(rows: int, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, RowSampling]:
+    x = torch.randn(rows, vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(rows)) * 4
+    return x, RowSampling.of([MIXED[r % 7] for r in range(rows)], [5 * r for r in range(rows)], "cuda")
+
+
+def test_laws() -> None:
+    for case in cases_of("sample", PROGRAM):
+        for law in case.laws:
+            if not case.device_sized or law == "fusion":
+                check(case, law, PROGRAM)
+
+
+@triton.jit
+def _noise(out, seed_R, position_R, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    w0, w1, w2, w3 = kernels.philox_words(tl.load(seed_R), tl.load(position_R), lane.to(tl.uint32))
+    tl.store(out + lane, kernels.gumbel(w0))
+    tl.store(out + N + lane, kernels.gumbel(w1))
+    tl.store(out + 2 * N + lane, kernels.gumbel(w2))
+    tl.store(out + 3 * N + lane, kernels.gumbel(w3))
+
+
+def test_noise_against_the_reference() -> None:
+    """Both logarithms keep their relative accuracy where u is next to 1: the largest noise is what decides a draw."""
+    seed, position = torch.tensor([-7], device="cuda"), torch.tensor([2**40 + 5], device="cuda")
+    out = torch.empty(4096, device="cuda")
+    _noise[(1,)](out, seed, position, N=reference.LANES)
+    torch.testing.assert_close(out.cpu(), reference.gumbel(seed.cpu(), position.cpu(), 4096)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(out.cpu(), reference.gumbel(seed.cpu(), position.cpu() + 1, 4096)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_support_against_a_sort() -> None:
+    """top_k exactly; top_p and min_p up to the rounding of a float64 mass (1e-5)."""
+    x, rows = made(14)
+    scaled = x * rows.inverse_temperature_R[:, None]
+    lse = ops.log_prob_of_logits(scaled, torch.zeros(14, dtype=torch.int64, device="cuda"), program=PROGRAM).lse_R
+    kept = support(scaled, lse, rows, PROGRAM)
+    wide = scaled.double().softmax(1)
+    for r in range(14):
+        params, count = MIXED[r % 7], int(kept[r].sum())
+        order = scaled[r].argsort(descending=True, stable=True)
+        assert kept[r, order[:count]].all()
+        mass, least = float(wide[r, order[: count - 1]].sum()), float(wide[r, order[count - 1]] / wide[r].max())
+        if not params.filters:
+            assert count == VOCABULARY
+            continue
+        assert mass <= params.top_p + 1e-5 and least >= params.min_p - 1e-6 and (params.top_k <= 0 or count <= params.top_k)
+        more, ratio = mass + float(wide[r, order[count - 1]]), float(wide[r, order[count]] / wide[r].max())
+        assert count == params.top_k or more > params.top_p - 1e-5 or ratio < params.min_p + 1e-6
+
+
+def test_bounds_batches_and_ties() -> None:
+    x, rows = made(64)
+    whole = sample(x, rows, PROGRAM)
+    for index in ([0], [1], [2], [63, 5, 4, 17]):
+        pick = torch.tensor(index, device="cuda")
+        assert_same_bytes(list(sample(x[pick], rows[pick], PROGRAM)), [t[pick] for t in whole], "row law")
+    plain = RowSampling.of([SamplingParams(seed=r) for r in range(64)], range(64), "cuda")
+    cheap = sample(x, plain, PROGRAM)
+    assert_same_bytes(list(sample(x, replace(plain, scales=True, filters=True), PROGRAM)), list(cheap), "bounds")
+    native = ops.log_prob_of_logits(x, cheap.token_R, program=PROGRAM).log_prob_R
+    assert_same_bytes([cheap.log_prob_R, cheap.filtered_log_prob_R], [native, native], "identity rows")
+    with pytest.raises(LawBroken):
+        assert_same_bytes(whole.filtered_log_prob_R, whole.log_prob_R, "control: filters change the score")
+    x[1] = 0.0
+    assert int(sample(x, rows, PROGRAM).token_R[1]) == 0
+
+
+def test_graph_replay() -> None:
+    x, rows = made(8)
+    buffer, static = RowSampling.buffer(8, "cuda"), torch.zeros_like(x)
+    sample(static, buffer, PROGRAM)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(static, buffer, PROGRAM)
+    for shift in (0, 1):
+        moved = rows[torch.arange(8, device="cuda").roll(shift)]
+        buffer.copy_(moved)
+        static.copy_(x)
+        graph.replay()
+        assert_same_bytes(list(out), list(sample(x, moved, PROGRAM)), "graph replay")
+
+
+def test_replay_and_its_gradient() -> None:
+    random = torch.Generator("cuda").manual_seed(1)
+    hidden = torch.randn(140, 1024, device="cuda", generator=random).bfloat16()
+    weight = (torch.randn(20000, 1024, device="cuda", generator=random) / 8).bfloat16()
+    rows = made(140, 1)[1]
+    token, _, reported = sample(ops.logits(hidden, weight, program=PROGRAM), rows, PROGRAM)
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    scored = score_filtered(h, w, token, rows, PROGRAM)
+    assert_same_bytes(scored.detach(), reported, "replay")
+    found = torch.autograd.grad(scored.sum(), (h, w))
+    x = ops.logits(hidden.detach(), weight.detach(), program=PROGRAM) * rows.inverse_temperature_R[:, None]
+    kept = support(x, ops.log_prob_of_logits(x, token, program=PROGRAM).lse_R, rows, PROGRAM)
+    h64, w64 = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wide = (h64 @ w64.T) * rows.inverse_temperature_R.double()[:, None]
+    exact = wide.gather(1, token[:, None])[:, 0] - wide.masked_fill(~kept, -torch.inf).logsumexp(1)
+    for mine, true in zip(found, torch.autograd.grad(exact.sum(), (h64, w64)), strict=True):
+        assert float((mine.double() - true).norm() / true.norm()) < 0.02

@@ -1,0 +1,316 @@
+"""Ops broken on purpose, one for each law and op: the helpers of `zoo.testing` must catch every one.
+
+A control has the public signature of the op that it stands in for. Each is a fault that real kernels have had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common import ops
+from zoo.common.memory import KeyValues
+from zoo.common.ops.sample import sample, score_filtered
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+Replace = dict[str, Callable[..., Any]]
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested outputs with every floating tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change) for v in value))
+    if isinstance(value, tuple):
+        return tuple(mapped(v, change) for v in value)
+    return value
+
+
+def jittered(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Repeat: a result that depends on the global random state, as an atomic sum does on its timing."""
+    return lambda *args, **kwargs: mapped(op(*args, **kwargs), lambda t: t * (1 + 0.03 * torch.rand(())))
+
+
+def from_storage_start(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Place: a kernel handed the buffer's pointer and not the view's, so it reads whatever lies before the rows."""
+
+    def broken(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(first.as_strided(first.shape, first.stride(), 0), *args, **kwargs)
+
+    return broken
+
+
+def batch_scaled(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Row: one scale for the whole batch, as a per-tensor quantiser has."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        def change(t: Tensor) -> Tensor:
+            scale = t.detach().abs().max() * 1.1
+            return (t / scale) * scale
+
+        return mapped(op(*args, **kwargs), change)
+
+    return broken
+
+
+def plain_linear(x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    """Row: a matmul whose kernel, and so whose order of additions, depends on the number of rows."""
+    return (x.float() @ weight.float().T).to(out_dtype or x.dtype)
+
+
+def unpadded_columns(x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    """Column: panels of 16 rows, but the weight's columns in one piece and not padded."""
+    rows = x.shape[0]
+    padded = torch.cat([x, x.new_zeros(-rows % 16, x.shape[1])]).float()
+    return torch.cat([panel @ weight.float().T for panel in padded.split(16)])[:rows].to(out_dtype or x.dtype)
+
+
+def torch_sum_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Tensor:
+    """Row: torch.sum over rows laid side by side; its order depends on how many there are."""
+    value = x.float().flatten(0, -2)
+    total = (value * value).T.contiguous().sum(0).view(*x.shape[:-1], 1)
+    return (x.float() * torch.rsqrt(total / x.shape[-1] + eps) * (weight.float() + float(zero_centred))).to(x.dtype)
+
+
+def unrounded_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
+    """Fusion: the norm reads the residual sum before it is rounded."""
+    total = x.float() + residual.float()
+    normed = ops.rms_norm(total, weight.float(), eps, program=program, zero_centred=zero_centred)
+    return normed.to(x.dtype), total.to(x.dtype)
+
+
+def relative_positions(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
+    """Row: positions counted from the batch's first row."""
+    return ops.rope(x, table, (positions - positions[0]) % table.shape[0], program=program)
+
+
+def unrounded_norm_rope(*, qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, **names: Any) -> Any:
+    """Fusion: the rotation reads the norm's output before it is rounded."""
+    weights = {"q_weight_E": q_weight_E.float(), "k_weight_E": k_weight_E.float()}
+    return mapped(ops.norm_rope(qkv_RC=qkv_RC.float(), **weights, **names), lambda t: t.to(qkv_RC.dtype))
+
+
+def relative_norm_rope(*, positions_R: Tensor, **names: Any) -> Any:
+    """Row: positions counted from the batch's first row."""
+    return ops.norm_rope(positions_R=(positions_R - positions_R[0]) % names["table_PC2"].shape[0], **names)
+
+
+def unviewed_norm_rope(*, qkv_RC: Tensor, **names: Any) -> Any:
+    """Place: the buffer's pointer and not the view's."""
+    return ops.norm_rope(qkv_RC=qkv_RC.as_strided(qkv_RC.shape, qkv_RC.stride(), 0), **names)
+
+
+def contracted_rotation(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
+    """Fusion: with several heads in the launch the compiler contracts a * cos - b * sin, so a product is not rounded."""
+    if x.shape[1] == 1:
+        return ops.rope(x, table, positions, program=program)
+    return ops.rope(x.double(), table, positions, program=program).to(x.dtype)
+
+
+def vectorised_silu(gate_up: Tensor, *, program: Program) -> Tensor:
+    """Row and column: torch's silu, whose vector body and scalar tail round differently."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate.contiguous()) * up).to(gate_up.dtype)
+
+
+def batch_peak(logits: Tensor, top_k: int, renormalise: bool, *, program: Program) -> Any:
+    """Row: exponentials from the largest logit of the batch."""
+    exponential = torch.exp(logits - logits.max())
+    weights, chosen = torch.sort(exponential / exponential.sum(-1, keepdim=True), descending=True, stable=True)
+    weights = weights[:, :top_k]
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), chosen[:, :top_k]
+
+
+def _expert_by_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, product: Callable[..., Tensor], rounds: bool) -> Tensor:
+    out = x.new_empty(*chosen.shape, x.shape[1])
+    for e in chosen.unique().tolist():
+        row, slot = (chosen == e).nonzero(as_tuple=True)
+        gate, up = product(x[row], gate_up[e]).chunk(2, -1)
+        if rounds:
+            gate, up = gate.to(x.dtype).float(), up.to(x.dtype).float()
+        hidden = (gate / (1 + torch.exp(-gate))) * up
+        out[row, slot] = product(hidden.to(x.dtype) if rounds else hidden, down[e]).to(x.dtype)
+    return out
+
+
+def plain_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+    """Row: a matmul shaped by how many rows chose the expert."""
+    return _expert_by_expert(x, chosen, gate_up, down, lambda a, b: a.float() @ b.float().T, rounds=True)
+
+
+def unrounded_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+    """Fusion: gate, up and their product stay in FP32 between the two projections."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return ops.linear(a.float(), b.float(), program=program)
+
+    return _expert_by_expert(x, chosen, gate_up, down, product, rounds=False)
+
+
+def parts_by_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+    """Shard: the split of K depends on how many experts this rank holds."""
+    parts = 2 if gate_up.shape[0] % 4 == 0 and x.shape[1] % 2 == 0 and down.shape[2] % 2 == 0 else 1
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return ops.linear(a, b, program=program, out_dtype=torch.float32, k_parts=parts)
+
+    return _expert_by_expert(x, chosen, gate_up, down, product, rounds=True)
+
+
+def rotated_slots(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
+    """Row: a row adds its slots from the one that its place in the batch names."""
+    depth, rows = slots.shape[1], slots.shape[0]
+    order = (torch.arange(depth) + torch.arange(rows)[:, None]) % depth
+    slots = slots.gather(1, order[..., None].expand_as(slots))
+    return ops.combine(slots, weights.gather(1, order), experts.gather(1, order), count, program=program, shared_RD=shared_RD)
+
+
+def one_accumulator(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
+    """Fusion: all slots in one FP32 accumulator, the leaves never rounded."""
+    total = torch.zeros(slots.shape[0], slots.shape[2])
+    for slot in range(slots.shape[1]):
+        total = total + weights[:, slot, None] * slots[:, slot].float()
+    return (total if shared_RD is None else total + shared_RD.float()).to(slots.dtype)
+
+
+def contributors_by_world(
+    slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None
+) -> Tensor:
+    """Shard: as many contributors as ranks, here one."""
+    return ops.combine(slots, weights, experts, count, program=replace(program, contributors=1), shared_RD=shared_RD)
+
+
+def plain_logits(hidden: Tensor, weight: Tensor, *, program: Program, inverse_temperature_R: Tensor | None = None) -> Tensor:
+    """Row and shard: logits by a matmul that sees the number of rows and of columns."""
+    out = hidden.float() @ weight.float().T
+    return out if inverse_temperature_R is None else out * inverse_temperature_R[:, None]
+
+
+def plain_log_prob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Tensor | None = None
+) -> Any:
+    """Row: the same matmul under log_prob."""
+    scores = plain_logits(hidden, weight, program=program, inverse_temperature_R=inverse_temperature_R)
+    return ops.log_prob_of_logits(scores, targets, program=program)
+
+
+def groups_of_128(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, **temperature: Any) -> Any:
+    """Fusion: one driver groups the vocabulary by 128."""
+    return ops.log_prob(hidden, weight, targets, program=replace(program, vocab_group=128), **temperature)
+
+
+def drawn_by_place(logits: Tensor, rows: Any, program: Program) -> Any:
+    """Row: noise counted by the row's place in the batch, not by its position in its sequence."""
+    return sample(logits, replace(rows, position_R=torch.arange(len(rows.position_R))), program)
+
+
+def unfiltered_replay(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Any, program: Program) -> Tensor:
+    """Fusion: the trainer forgets the filters."""
+    return ops.log_prob(hidden, weight, targets, program=program, inverse_temperature_R=rows.inverse_temperature_R).log_prob_R
+
+
+Tiles = Callable[[Tensor, KeyValues, int, int], list[int]]
+
+
+def tiled_attention(tiles: Tiles, peeks: bool = False) -> Callable[..., Tensor]:
+    """A streaming softmax in FP32 whose key tiles begin where `tiles(q, history, context, length)` says.
+
+    `peeks`: multiplies a dead page by zero, as a tile that runs over the end of the table does.
+    """
+
+    def attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
+        out, starts = torch.empty_like(q), rows.starts_N1.tolist()
+        for n, length in enumerate(rows.lengths_N.tolist()):
+            mine = slice(starts[n], starts[n + 1])
+            keys, values = history.k[mine], history.v[mine]
+            if history.page_table_NB is not None:
+                keys, values = (t[history.page_table_NB[n].long()].flatten(0, 1)[:length] for t in (history.k, history.v))
+            share = q.shape[1] // keys.shape[1]
+            keys, values = (t.float().transpose(0, 1).repeat_interleave(share, 0) for t in (keys, values))
+            context = length - (mine.stop - mine.start)
+            state = q[mine].float().transpose(0, 1)
+            edges = tiles(q, history, context, length)
+            hidden = torch.arange(length)[None] > torch.arange(context, length)[:, None]
+            peak, mass = torch.full(state.shape[:2], -torch.inf), torch.zeros(state.shape[:2])
+            total = torch.zeros_like(state)
+            for begin, end in zip(edges, [*edges[1:], length], strict=True):
+                scores = (state @ keys[:, begin:end].transpose(1, 2) * scale).masked_fill(hidden[:, begin:end], -torch.inf)
+                top = torch.maximum(peak, scores.amax(-1))
+                weight, keep = torch.exp(scores - top[..., None]), torch.exp(peak - top)
+                mass = mass * keep + weight.sum(-1)
+                total = total * keep[..., None] + weight @ values[:, begin:end]
+                peak = top
+            result = (total / mass[..., None]).transpose(0, 1)
+            if peeks and history.page_table_NB is not None:
+                result = result + 0 * history.v[-1].float().sum()
+            out[mine] = result.to(q.dtype)
+        return out
+
+    return attention
+
+
+def every(size: int) -> Tiles:
+    return lambda q, history, context, length: list(range(0, length, size))
+
+
+def by_row_count(q: Tensor, history: KeyValues, context: int, length: int) -> list[int]:
+    return list(range(0, length, 64 if q.shape[0] > 64 else 8))
+
+
+def from_chunk_start(q: Tensor, history: KeyValues, context: int, length: int) -> list[int]:
+    return sorted({0, *range(context, length, 64)})
+
+
+def by_page(q: Tensor, history: KeyValues, context: int, length: int) -> list[int]:
+    return list(range(0, length, 64 if history.page_table_NB is None else history.k.shape[1]))
+
+
+def by_head_count(q: Tensor, history: KeyValues, context: int, length: int) -> list[int]:
+    return list(range(0, length, 8 * q.shape[1]))
+
+
+FAULTS: dict[tuple[str, str], list[Replace]] = {
+    ("attention", "row"): [{"attention": tiled_attention(by_row_count)}],
+    ("attention", "split"): [{"attention": tiled_attention(from_chunk_start)}],
+    ("attention", "place"): [{"attention": tiled_attention(by_page)}, {"attention": tiled_attention(every(64), peeks=True)}],
+    ("attention", "shard"): [{"attention": tiled_attention(by_head_count)}],
+    ("combine", "row"): [{"combine": rotated_slots}, {"combine": batch_scaled(ops.combine)}],
+    ("combine", "fusion"): [{"combine": one_accumulator}],
+    ("combine", "shard"): [{"combine": contributors_by_world}, {"combine": one_accumulator}],
+    ("embed", "row"): [{"embed": batch_scaled(ops.embed)}],
+    ("experts", "row"): [{"experts": plain_experts}, {"experts": batch_scaled(ops.experts)}],
+    ("experts", "fusion"): [{"experts": unrounded_experts}],
+    ("experts", "shard"): [{"experts": parts_by_local_experts}],
+    ("linear", "row"): [{"linear": plain_linear}, {"linear": batch_scaled(ops.linear)}],
+    ("linear", "column"): [{"linear": unpadded_columns}],
+    ("log_prob", "row"): [{"log_prob": plain_log_prob}],
+    ("log_prob", "fusion"): [{"log_prob": groups_of_128}, {"logits": plain_logits}],
+    ("log_prob", "shard"): [{"logits": plain_logits}],
+    ("norm_rope", "row"): [{"norm_rope": relative_norm_rope}],
+    ("norm_rope", "fusion"): [{"norm_rope": unrounded_norm_rope}],
+    ("rms_norm", "row"): [{"rms_norm": torch_sum_norm}, {"rms_norm": batch_scaled(ops.rms_norm)}],
+    ("rms_norm", "fusion"): [{"add_rms_norm": unrounded_sum}],
+    ("rope", "row"): [{"rope": relative_positions}],
+    ("rope", "fusion"): [{"rope": contracted_rotation}],
+    ("route", "row"): [{"route": batch_peak}],
+    ("sample", "row"): [{"sample": drawn_by_place}],
+    ("sample", "fusion"): [{"score_filtered": unfiltered_replay}, {"score_filtered": jittered(score_filtered)}],
+    ("swiglu", "row"): [{"swiglu": batch_scaled(ops.swiglu)}, {"swiglu": vectorised_silu}],
+    ("swiglu", "column"): [{"swiglu": batch_scaled(ops.swiglu)}, {"swiglu": vectorised_silu}],
+}
+MAIN = {name: getattr(ops, name) for name in ops.CONTRACTS if hasattr(ops, name)}
+MAIN["sample"] = sample
+for _name, _op in MAIN.items():
+    FAULTS[_name, "repeat"] = [{_name: jittered(_op)}]
+    if _name != "attention":
+        FAULTS[_name, "place"] = [{_name: unviewed_norm_rope if _name == "norm_rope" else from_storage_start(_op)}]
+FAULTS["sample", "place"] = [{"logits": from_storage_start(ops.logits)}]

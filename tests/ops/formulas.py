@@ -1,0 +1,178 @@
+"""The ops as textbooks write them, in float64, and the ops' references as plain functions that autograd can walk.
+
+Both tables stand in for public ops through a trial's `replace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from zoo.common.memory import KeyValues
+from zoo.common.ops import TokenScores
+from zoo.common.ops.attention import reference as attention_reference
+from zoo.common.ops.combine import reference as combine_reference
+from zoo.common.ops.embed import reference as embed_reference
+from zoo.common.ops.experts import reference as experts_reference
+from zoo.common.ops.linear import reference as linear_reference
+from zoo.common.ops.log_prob import reference as log_prob_reference
+from zoo.common.ops.norm_rope import reference as norm_rope_reference
+from zoo.common.ops.rms_norm import reference as rms_norm_reference
+from zoo.common.ops.rope import reference as rope_reference
+from zoo.common.ops.route import reference as route_reference
+from zoo.common.ops.swiglu import reference as swiglu_reference
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.testing import Args
+
+Op = Callable[..., Any]
+
+
+def promoted(args: Args) -> Args:
+    """The same numbers in float64; a rotation's table stays FP32, as its op asks."""
+    wide = {k: v for k, v in args.items() if isinstance(v, Tensor) and v.is_floating_point() and not k.startswith("table")}
+    return {**args, **{name: value.double() for name, value in wide.items()}}
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Of the whole tensor: |found - exact| / |exact|, in float64."""
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+# the references, without the closed-form backward of the public ops
+
+
+def _linear(x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    return linear_reference.linear(x, weight, out_dtype or x.dtype, k_parts)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Tensor:
+    return rms_norm_reference.rms_norm(x, None, weight, eps, float(zero_centred))[0]
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
+    return rms_norm_reference.rms_norm(x, residual, weight, eps, float(zero_centred))
+
+
+def _norm_rope(
+    qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
+    eps: float, program: Program, zero_centred: bool = False,
+) -> Any:  # fmt: skip
+    width = q_weight_E.shape[0]
+    shape, offset = (heads, kv_heads, width), float(zero_centred)
+    q, k = norm_rope_reference.norm_rope(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, offset)
+    return q, k, qkv_RC[:, (heads + kv_heads) * width :].unflatten(1, (kv_heads, width))
+
+
+def _attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
+    segment = program.key_segment(q.shape[2])
+    return attention_reference.attention(q, history.k, history.v, history.page_table_NB, rows, scale, segment)[0]
+
+
+def _combine(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
+    block = -(-count // program.contributors)
+    return combine_reference.combine(slots, weights, experts, shared_RD, block, program.contributors)
+
+
+def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
+    logits = linear_reference.panels(hidden, weight)
+    logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
+    stats = log_prob_reference.group_stats(logits, program.vocab_group)
+    lse, mean = log_prob_reference.merge_groups(*stats)
+    return TokenScores(torch.clamp(logits.gather(1, targets[:, None])[:, 0] - lse, max=0.0), lse, lse - mean)
+
+
+REFERENCES: dict[str, Op] = {
+    "embed": lambda ids, weight, *, program: embed_reference.embed(ids, weight),
+    "linear": _linear,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "norm_rope": _norm_rope,
+    "rope": lambda x, table, positions, *, program: rope_reference.rope(x, table, positions, False),
+    "swiglu": lambda gate_up, *, program: swiglu_reference.swiglu(gate_up),
+    "attention": _attention,
+    "route": lambda logits, top_k, renormalise, *, program: route_reference.route(logits, top_k, renormalise),
+    "experts": lambda x, chosen, gate_up, down, *, program: experts_reference.experts(x, chosen, gate_up, down),
+    "combine": _combine,
+    "log_prob": _log_prob,
+}
+
+# the textbook
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + float(zero_centred))
+
+
+def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **names: Any) -> Any:
+    return _norm(x + residual, weight, eps, **names), x + residual
+
+
+def _rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
+    """A complex product, on pairs (i, i + C)."""
+    half = table.shape[1]
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.view_as_complex(table.double())[positions][:, None]
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+
+
+def _norm_rotate(
+    qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
+    eps: float, program: Program, zero_centred: bool = False,
+) -> Any:  # fmt: skip
+    q, k, v = qkv_RC.unflatten(1, (-1, q_weight_E.shape[0])).split((heads, kv_heads, kv_heads), 1)
+    q, k = (_norm(x, w, eps, program=program, zero_centred=zero_centred) for x, w in ((q, q_weight_E), (k, k_weight_E)))
+    return *(_rotate(x, table_PC2, positions_R, program=program) for x in (q, k)), v
+
+
+def _softmax_attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
+    starts, out = rows.starts_N1.tolist(), []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        heads = (t[begin:end].transpose(0, 1) for t in (q, history.k, history.v))
+        out.append(functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(out)
+
+
+def _top_k(logits: Tensor, top_k: int, renormalise: bool, *, program: Program) -> Any:
+    chosen = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = torch.softmax(logits, -1).gather(1, chosen)
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), chosen
+
+
+def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+    """All experts on all rows, then the chosen ones."""
+    gate, up = torch.einsum("rd,xfd->rxf", x, gate_up).chunk(2, -1)
+    every = torch.einsum("rxf,xdf->rxd", functional.silu(gate) * up, down)
+    return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
+
+
+def _weighted_sum(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
+    out = torch.einsum("rkd,rk->rd", slots, weights)
+    return out if shared_RD is None else out + shared_RD
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
+    logits = hidden @ weight.T
+    logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
+    p = torch.log_softmax(logits, -1)
+    return TokenScores(p.gather(1, targets[:, None])[:, 0], torch.logsumexp(logits, -1), -(p.exp() * p).sum(-1))
+
+
+TEXTBOOK: dict[str, Op] = {
+    "embed": lambda ids, weight, *, program: functional.embedding(ids, weight),
+    "linear": lambda x, weight, *, program, out_dtype=None, k_parts=1: x @ weight.T,
+    "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "norm_rope": _norm_rotate,
+    "rope": _rotate,
+    "swiglu": lambda gate_up, *, program: functional.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
+    "attention": _softmax_attention,
+    "route": _top_k,
+    "experts": _every_expert,
+    "combine": _weighted_sum,
+    "log_prob": _log_softmax,
+}

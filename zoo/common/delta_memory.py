@@ -1,0 +1,164 @@
+"""Memory of Gated DeltaNet layers: the state at the live chunk's start, the chunk's cached rows, and the convolution's carry.
+
+Chunks lie on each sequence's own grid of 64 absolute positions. A sequence owns one slot in every layer; slot 0 is for padding rows.
+Like `zoo.common.memory` it moves bytes and computes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+CARRY = 3  # rows before the convolution of width 4
+RESERVED_SLOT = 0
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """One layer's pools, and the slots of the sequences now being pushed. J: the 64 rows of the live chunk; S: slots.
+
+    start_SVKE    FP32, the state at the live chunk's start
+    image_SVKE    the program's dtype, `start` rounded: what rows read
+    k_SHJK, v_SVJE, u_SVJE   the program's dtype, rows of the live chunk
+    beta_SVJ      FP32
+    decay_SVJ     FP32, running sum of log-decay inside the chunk
+    inverse_SVJJ  FP32, rows of the chunk's unit triangular inverse
+    slot_N        int64, the slot of each sequence
+    """
+
+    start_SVKE: Tensor
+    image_SVKE: Tensor
+    k_SHJK: Tensor
+    v_SVJE: Tensor
+    u_SVJE: Tensor
+    beta_SVJ: Tensor
+    decay_SVJ: Tensor
+    inverse_SVJJ: Tensor
+    slot_N: Tensor
+
+
+@dataclass(frozen=True)
+class ConvCarry:
+    """One layer's last three rows before the convolution, oldest first, [S, 3, channels], and the slots being pushed (int64)."""
+
+    rows_SWC: Tensor
+    slot_N: Tensor
+
+
+@dataclass(frozen=True)
+class PackedDelta:
+    """Training: whole documents, or a rank's part of them cut on the 64-grid.
+
+    initial_NVKE  FP32, the state before each document's first row; None: zero
+    carry_NWC     the three rows before the convolution that come before each document's first row; None: zero
+    """
+
+    initial_NVKE: Tensor | None = None
+    carry_NWC: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DeltaSnapshot:
+    """A sequence at a multiple of 64 positions: states [L, V, K, E] in FP32 and carries [L, 3, C]. Enough to go on from there."""
+
+    length: int
+    start_LVKE: Tensor
+    carry_LWC: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaLayer:
+    """What one layer reads and writes of its sequences."""
+
+    state: DeltaState
+    carry: ConvCarry
+
+
+class DeltaMemory:
+    """All layers' pools [L, S, ...]. `view(slot_N)` gives the layers as a batch of sequences sees them.
+
+    ValueError for fewer than 2 slots (slot 0 is reserved for padding rows) and for value heads that aren't a multiple of key heads.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        channels: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if slots < 2:
+            raise ValueError(f"delta memory needs at least 2 slots (one is reserved for padding), got {slots}")
+        if value_heads % key_heads:
+            raise ValueError(f"delta memory: {value_heads} value heads are not a multiple of {key_heads} key heads")
+        exact = torch.promote_types(dtype, torch.float32)
+
+        def pool(kind: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(layers, slots, *shape, dtype=kind, device=device)
+
+        self.slots = slots
+        self.pools = {
+            "start_SVKE": pool(exact, value_heads, key_dim, value_dim),
+            "image_SVKE": pool(dtype, value_heads, key_dim, value_dim),
+            "k_SHJK": pool(dtype, key_heads, CHUNK, key_dim),
+            "v_SVJE": pool(dtype, value_heads, CHUNK, value_dim),
+            "u_SVJE": pool(dtype, value_heads, CHUNK, value_dim),
+            "beta_SVJ": pool(exact, value_heads, CHUNK),
+            "decay_SVJ": pool(exact, value_heads, CHUNK),
+            "inverse_SVJJ": pool(exact, value_heads, CHUNK, CHUNK),
+        }
+        self.carry_LSWC = pool(dtype, CARRY, channels)
+
+    def _all(self) -> list[Tensor]:
+        return [*self.pools.values(), self.carry_LSWC]
+
+    def view(self, slot_N: Tensor) -> list[DeltaLayer]:
+        return [
+            DeltaLayer(
+                DeltaState(**{name: pool[layer] for name, pool in self.pools.items()}, slot_N=slot_N),
+                ConvCarry(self.carry_LSWC[layer], slot_N),
+            )
+            for layer in range(self.carry_LSWC.shape[0])
+        ]
+
+    def clear(self, slots: list[int]) -> None:
+        """Zero-fills slots as they are assigned: the state, rows and carry of a sequence of length 0."""
+        index = torch.tensor(slots, device=self.carry_LSWC.device)
+        for pool in self._all():
+            pool.index_fill_(1, index, 0)
+
+    def copy(self, source: int, target: int) -> None:
+        """Moves or forks a sequence at any length: every byte of its slot."""
+        for pool in self._all():
+            pool[:, target] = pool[:, source]
+
+    def snapshot(self, slot: int, length: int) -> DeltaSnapshot:
+        """A sequence of `length` tokens, now in `slot`. ValueError unless length is a multiple of 64: prefill up to there first."""
+        if length % CHUNK:
+            raise ValueError(f"a snapshot is taken at a multiple of {CHUNK} tokens, not at {length}")
+        return DeltaSnapshot(length, self.pools["start_SVKE"][:, slot].clone(), self.carry_LSWC[:, slot].clone())
+
+    def restore(self, slot: int, snapshot: DeltaSnapshot) -> None:
+        """A slot just assigned becomes a sequence of `snapshot.length` tokens."""
+        self.clear([slot])
+        self.pools["start_SVKE"][:, slot] = snapshot.start_LVKE
+        self.pools["image_SVKE"][:, slot] = snapshot.start_LVKE.to(self.pools["image_SVKE"].dtype)
+        self.carry_LSWC[:, slot] = snapshot.carry_LWC
+
+    def written(self, slot: int, length: int) -> dict[str, Tensor]:
+        """The live bytes of one sequence after `length` tokens, [L, ...] each, for the ladder's comparisons."""
+        live = length % CHUNK
+        found = {}
+        for name, pool in self.pools.items():
+            mine = pool[:, slot]
+            # J comes third in every pool of rows; inverse rows hold zeros beyond their diagonal
+            found[name.split("_")[0]] = (mine[:, :, :live] if "J" in name else mine).clone()
+        return {**found, "carry": self.carry_LSWC[:, slot].clone()}

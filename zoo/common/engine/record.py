@@ -1,0 +1,89 @@
+"""The record of one finished request: everything that a trainer needs to score the same tokens under the same program."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
+
+from zoo.common.fingerprint import Fingerprint
+from zoo.common.sampling import SamplingParams
+
+REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was asked and what came out; log-probabilities are Python floats that hold FP32 values unchanged.
+
+    output_ids           the drawn tokens, the one that ended the request included
+    log_probs            of each drawn token, after the temperature only
+    filtered_log_probs   of each drawn token, after top-k, top-p and min-p too: the law it was drawn from
+    prompt_log_probs     None unless asked for; entry r is the model's own (temperature 1) of prompt token r + 1 after row r
+    versions             entry r: the weights (content hash) that made this record's numbers at row r; output token i stands on row
+                         len(prompt_ids) - 1 + i. Rows of an aborted request that were never pushed have no entry
+    exact                False iff some row was read by other weights than wrote it (`update_weights(mode="keep")`)
+    finish_reason        "stop" (an end token), "length" (max_new_tokens) or "abort"
+    fingerprint          of the engine's model when the request ended
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    filtered_log_probs: tuple[float, ...]
+    prompt_log_probs: tuple[float, ...] | None
+    sampling: SamplingParams
+    versions: tuple[str, ...]
+    exact: bool
+    finish_reason: str
+    fingerprint: Fingerprint
+
+    @property
+    def output_versions(self) -> tuple[str, ...]:
+        """The weights that scored each output token."""
+        return self.versions[len(self.prompt_ids) - 1 :]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready. FP32 lists become one string of little-endian hexadecimal, so that every byte survives; versions run lengths."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out |= {"prompt_ids": list(self.prompt_ids), "output_ids": list(self.output_ids)}
+        out |= {name: _hex(out[name]) for name in ("log_probs", "filtered_log_probs", "prompt_log_probs")}
+        out["versions"] = [[version, len(list(run))] for version, run in groupby(self.versions)]
+        return out | {"sampling": self.sampling.to_dict(), "fingerprint": self.fingerprint.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Completion:
+        """The inverse of `to_dict`. ValueError for missing or unknown fields, or counts that contradict each other."""
+        names = {f.name for f in fields(cls)}
+        if set(values) != names:
+            raise ValueError(f"a completion has the fields {sorted(names)}, this one {sorted(values)}")
+        record = cls(**values)
+        record = replace(
+            record,
+            prompt_ids=tuple(record.prompt_ids),
+            output_ids=tuple(record.output_ids),
+            log_probs=_floats(values["log_probs"]),
+            filtered_log_probs=_floats(values["filtered_log_probs"]),
+            prompt_log_probs=None if values["prompt_log_probs"] is None else _floats(values["prompt_log_probs"]),
+            sampling=SamplingParams.from_dict(values["sampling"]),
+            versions=tuple(version for version, count in values["versions"] for _ in range(count)),
+            fingerprint=Fingerprint.from_dict(values["fingerprint"]),
+        )
+        if record.finish_reason not in REASONS:
+            raise ValueError(f"finish_reason {record.finish_reason!r} is not one of {', '.join(REASONS)}")
+        for name in ("log_probs", "filtered_log_probs"):
+            if len(getattr(record, name)) != len(record.output_ids):
+                raise ValueError(f"{len(getattr(record, name))} {name} for {len(record.output_ids)} output tokens")
+        return record
+
+
+def _hex(values: Sequence[float] | None) -> str | None:
+    return None if values is None else struct.pack(f"<{len(values)}f", *values).hex()
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    content = bytes.fromhex(text)
+    return struct.unpack(f"<{len(content) // 4}f", content)

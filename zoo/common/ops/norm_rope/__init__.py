@@ -1,0 +1,71 @@
+"""norm_rope: the norms of query and key heads and their rotation, read straight from a fused projection's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="norm_rope",
+    version=1,
+    shapes="qkv_RC (query, key and value heads side by side), weights [E], table_PC2 (FP32), positions_R -> q_RHE, k_RGE, v_RGE (a view)",
+    rounds="the norm's output once, the rotation's output once: rms_norm, then rope",
+    adds="as rms_norm over each head",
+    laws=("row", "place", "fusion", "repeat"),
+    backward="rope's, then rms_norm's, on each head",
+    launch="one launch for all query and key heads of a row",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:norm_rope", f"{__name__}.reference:norm_rope_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:norm_rope", f"{__name__}.kernels:norm_rope_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, shape: tuple[int, int, int],
+        eps: float, offset: float, provider: Provider,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(qkv, q_weight, k_weight, table, positions)
+        ctx.constants, ctx.provider = (shape, eps, offset), provider
+        heads, kv_heads, width = shape
+        q, k = provider.function("forward")(qkv, q_weight, k_weight, table, positions, *ctx.constants)
+        return q, k, qkv[:, (heads + kv_heads) * width :].unflatten(1, (kv_heads, width))
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
+        grads = ctx.provider.function("backward")(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.constants)
+        return *grads, *[None] * 6
+
+
+@observed(CONTRACT)
+def norm_rope(
+    qkv_RC: Tensor,
+    q_weight_E: Tensor,
+    k_weight_E: Tensor,
+    table_PC2: Tensor,
+    positions_R: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    program: Program,
+    zero_centred: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_RHE, k_RGE, v_RGE). ValueError if the row is not heads + 2 kv_heads wide, or the table is not FP32 or wider than a head."""
+    width = q_weight_E.shape[0]
+    if qkv_RC.shape[1] != (heads + 2 * kv_heads) * width:
+        raise ValueError(f"norm_rope: rows of {qkv_RC.shape[1]} columns are not {heads} + 2 x {kv_heads} heads of {width}")
+    if table_PC2.dtype != torch.float32:
+        raise ValueError(f"norm_rope: the table must stay float32, it is {table_PC2.dtype}")
+    if 2 * table_PC2.shape[1] > width:
+        raise ValueError(f"norm_rope: a table for {2 * table_PC2.shape[1]} columns, heads of {width}")
+    shape = (heads, kv_heads, width)
+    provider = CONTRACT.provider(program)
+    return _NormRope.apply(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, float(zero_centred), provider)

@@ -1,0 +1,128 @@
+"""An observed op call as data: its named arguments, the shape its provider was chosen for, and the same call cut to one row."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.memory import KeyValues
+from zoo.common.ops import CONTRACTS, Provider
+from zoo.common.ops.contract import Contract
+from zoo.common.ops.log_prob import VOCABULARY_CHUNK
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling
+from zoo.testing import tensors
+
+# ops whose provider is chosen by shape; every other op has one choice per program
+_SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
+    "linear": lambda a: (*a["weight_NK"].shape, a["k_parts"]),
+    "experts": lambda a: (a["gate_up_X2FD"].shape[0], a["gate_up_X2FD"].shape[2], a["gate_up_X2FD"].shape[1] // 2),
+    "attention": lambda a: (a["q_RHE"].shape[2], a["q_RHE"].shape[1], a["history"].k.shape[-2]),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call. `arguments` are by name, defaults filled in."""
+
+    contract: Contract
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    result: Any
+
+    @classmethod
+    def of(cls, contract: Contract, seen: dict[str, Any], result: Any) -> Call:
+        """From what `zoo.common.ops.watch` hands its observer."""
+        named = {k: v for k, v in seen.items() if k not in ("args", "function")}
+        bound = inspect.signature(seen["function"]).bind(*seen["args"], **named)
+        bound.apply_defaults()
+        return cls(contract, seen["function"], dict(bound.arguments), result)
+
+    @property
+    def name(self) -> str:
+        """The public op's name: log_prob has three functions under one contract."""
+        return str(vars(self.function)["__wrapped__"].__name__)
+
+    @property
+    def program(self) -> Program:
+        program = self.arguments["program"]
+        assert isinstance(program, Program)
+        return program
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the op asked its contract for."""
+        found = _SHAPES.get(self.contract.name)
+        return tuple(int(n) for n in found(self.arguments)) if found else ()
+
+    @property
+    def provider(self) -> Provider:
+        return CONTRACTS[self.contract.name].provider(self.program, self.shape)
+
+    def outputs(self) -> list[tuple[str, Tensor]]:
+        """The result's tensors, named out[0], out[1], ...: an op that also returns its residual sum keeps the first name."""
+        return [(f"out[{i}]", tensor) for i, (_, tensor) in enumerate(tensors(self.result))]
+
+    def at_row(self, row: int, rows: int) -> Call:
+        """The same call on one of its `rows` rows, and on the history that this row reads; all tensors copied."""
+        arguments = dict(self.arguments)
+        batch = arguments.get("rows")
+        if isinstance(batch, Rows):
+            return self._attention_at(row)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                mine = value[row : row + 1] if _has_rows(name, value, rows) else value
+                arguments[name] = mine.detach().clone()
+            elif isinstance(value, RowSampling):
+                arguments[name] = value[slice(row, row + 1)]
+        return replace(self, arguments=arguments, result=_rows_of(self.result, row, row + 1))
+
+    def _attention_at(self, row: int) -> Call:
+        batch, history = self.arguments["rows"], self.arguments["history"]
+        n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
+        device = batch.positions_R.device
+        if history.page_table_NB is None:  # packed keys are the rows pushed: the whole document up to this row goes along
+            first = int(batch.starts_N1[n])
+            mine = slice(first, row + 1)
+            small = KeyValues(history.k[mine].detach().clone(), history.v[mine].detach().clone())
+            rows = Rows.pushed([row + 1 - first], None, device)
+        else:
+            mine = slice(row, row + 1)
+            pages = history.page_table_NB[n, : position // history.k.shape[1] + 1].long()
+            table = torch.arange(len(pages), dtype=torch.int32, device=device)[None]
+            small = KeyValues(history.k[pages].clone(), history.v[pages].clone(), table)
+            rows = Rows.pushed([1], [position], device)
+        queries = {k: v[mine].detach().clone() for k, v in self.arguments.items() if isinstance(v, Tensor) and k.endswith("RHE")}
+        arguments = {**self.arguments, **queries, "history": small, "rows": rows}
+        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
+
+
+def _has_rows(name: str, value: Tensor, rows: int) -> bool:
+    """Whether dim 0 of an argument is rows, by its shape suffix, or by its length where the name has none."""
+    suffix = re.search(r"_([A-Z][A-Z0-9]*)$", name)
+    return suffix[1].startswith("R") if suffix else value.dim() > 0 and value.shape[0] == rows
+
+
+def _rows_of(value: Any, begin: int, end: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[begin:end].detach().clone()
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _rows_of(getattr(value, f.name), begin, end) for f in fields(value)})
+    if isinstance(value, tuple):
+        parts = [_rows_of(item, begin, end) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    assert value is None, f"an op returned a {type(value).__name__}"
+    return None
+
+
+def head_shapes(vocabulary: int, hidden: int) -> set[tuple[int, ...]]:
+    """The linear shapes of a vocabulary head: whole in decode, by chunks in scoring (log_prob calls the contract itself)."""
+    widths = {vocabulary, min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
+    return {(width, hidden, 1) for width in widths if width <= vocabulary}

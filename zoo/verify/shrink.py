@@ -1,0 +1,120 @@
+"""A divergence as a folder of two files: the one op call on the one row, from both runs, that anybody can run again."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zoo.common.memory import KeyValues
+from zoo.common.ops import Provider
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling
+from zoo.verify.calls import Call
+from zoo.verify.trace import Divergence
+
+SCRIPT, TENSORS = "reproduce.py", "tensors.safetensors"
+
+_HEAD = '''\
+"""{title}
+
+Run it: `python {script}`. It exits with status 1 and the differing elements as long as the two calls differ.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from zoo.common import ops
+from zoo.common.memory import KeyValues
+from zoo.common.ops.contract import Provider, choices_changed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling
+from zoo.testing import as_integers, tensors
+
+stored = load_file(Path(__file__).with_name("{file}"), device="{device}")
+
+
+def only(provider):
+    """Lets one provider alone run the op (a contract registers itself)."""
+    replace(ops.CONTRACTS["{op}"], providers=(provider,))
+    choices_changed()
+
+'''
+_TAIL = '''
+
+a, b = (tensors(call())[{part}][1][-1] for call in ({names}))
+bad = (as_integers(a) != as_integers(b)).nonzero()
+inputs = [n[2:] for n in stored if n.startswith("a.") and "b." + n[2:] in stored]
+inputs = [n for n in inputs if stored["a." + n].shape != stored["b." + n].shape or not torch.equal(as_integers(stored["a." + n]), as_integers(stored["b." + n]))]
+print("inputs that differ:", ", ".join(inputs) or "none")
+print(f"{{len(bad)}} of {{a.numel()}} output elements differ")
+for where in bad[:8].tolist():
+    print(f"  at {{where}}: {{a[tuple(where)].item()!r}} against {{b[tuple(where)].item()!r}}")
+raise SystemExit(1 if len(bad) else 0)
+'''
+
+
+def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -> Path:
+    """Writes the folder and returns the script's path. ValueError if the folder already holds a reproduction.
+
+    `names` say which run each call is from. The row's own inputs, its history and the op's weights go along, nothing else.
+    """
+    script = folder / SCRIPT
+    if script.exists():
+        raise ValueError(f"{folder} already holds a reproduction; give an absent or empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    key, first = divergence.key, divergence.calls[0]
+    device = next(t for _, t in first.outputs()).device.type
+    stored: dict[str, Tensor] = {}
+    title = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}: {names[0]} against {names[1]}."
+    text = _HEAD.format(title=title, script=SCRIPT, file=TENSORS, device=device, op=first.contract.name)
+    for side, name, call in zip("ab", names, divergence.calls, strict=True):
+        text += _function(f"call_{side}", name, call, side, stored)
+    text += _TAIL.format(part=int(key.part[4:-1]), names="call_a, call_b")
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / TENSORS)
+    script.write_text(text)
+    return script
+
+
+def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor]) -> str:
+    provider = call.provider
+    # a planted or outside class goes by the program's own name for it, so that a plain Program finds it
+    plain = Program(**{f.name: getattr(call.program, f.name) for f in fields(Program)})
+    mine = Provider(
+        provider.name, plain.byte_class(call.contract.name), provider.device, provider.forward, provider.backward, provider.needs
+    )
+    lines = [f"    only({_provider(mine)})"]
+    arguments = []
+    for name, value in call.arguments.items():
+        arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored)}")
+    body = ",\n        ".join(arguments)
+    return "\n".join(["", f"def {python_name}():", f'    """{run}"""', *lines, f"    return ops.{call.name}(\n        {body},\n    )", ""])
+
+
+def _provider(p: Provider) -> str:
+    return (
+        f"Provider({p.name!r}, {p.byte_class!r}, {p.device!r}, {p.forward!r}, {p.backward!r}, needs={p.needs!r}, defining=True)"
+    )
+
+
+def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
+    """A Python expression for a value; its tensors go to `stored`."""
+    if isinstance(value, Tensor):
+        stored[name] = value.detach()
+        return f"stored[{name!r}]"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, KeyValues | Rows | RowSampling):
+        inner = ", ".join(f"{f.name}={_code(getattr(value, f.name), f'{name}.{f.name}', stored)}" for f in fields(value))
+        return f"{type(value).__name__}({inner})"
+    assert value is None or isinstance(value, bool | int | float | str | tuple), f"{name} is a {type(value).__name__}"
+    return repr(value)

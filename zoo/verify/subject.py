@@ -1,0 +1,168 @@
+"""What the ladder climbs: a trainer and a server of one architecture, built apart from the same weights, and fixed tokens."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.registry import model_class
+from zoo.common.serving import ForServing
+from zoo.common.training import ForRL
+
+SIZES = {"qwen3": "zoo.qwen3:SIZES", "qwen3_moe": "zoo.qwen3:MOE_SIZES"}
+PLANNED = ("qwen3_5", "qwen3_5_moe", "glm5", "deepseek_v4")
+LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How far a climb goes.
+
+    lengths        tokens of each sequence
+    tail           positions decoded one by one at the end of each sequence; None: all of them
+    page_sizes     pages tried beside the model's own
+    backward_rows  tokens that take a backward pass; the shortest sequences up to here
+    steps          optimizer steps of rung 5
+    graph_batches  sequences decoded at once by a CUDA graph
+    graph_steps    tokens that each of them decodes
+    requests       live requests of rung 4, and the tokens each draws
+    """
+
+    lengths: tuple[int, ...]
+    tail: int | None = None
+    page_sizes: tuple[int, ...] = (16, 64)
+    backward_rows: int = 4096
+    steps: int = 3
+    graph_batches: tuple[int, ...] = (1, 8, 64)
+    graph_steps: int = 12
+    requests: int = 6
+    drawn: int = 24
+
+    def again(self) -> Settings:
+        """For rung 5, which climbs rungs 3 and 4 once more after every step."""
+        return replace(self, tail=min(self.tail or 24, 24), page_sizes=self.page_sizes[:1])
+
+
+@dataclass
+class Subject:
+    """A trainer and a server. `source` says how another process gets the same weights: see zoo.verify.score."""
+
+    arch: str
+    trainer: ForRL
+    server: ForServing
+    source: dict[str, Any]
+    documents: list[Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.trainer.parameters()).device
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.trainer.config.vocabulary)
+
+    def ids(self, document: int) -> Tensor:
+        """The tokens that are read, [T]."""
+        return self.documents[document][:-1]
+
+    def targets(self, document: int) -> Tensor:
+        """The tokens that are scored, [T]: the next one of each."""
+        return self.documents[document][1:]
+
+    def length(self, document: int) -> int:
+        return self.documents[document].shape[0] - 1
+
+    def draw(self, lengths: tuple[int, ...], seed: int = 0) -> None:
+        """Fixed random documents, the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randint(self.vocabulary, (length + 1,), generator=generator) for length in lengths]
+        self.documents = [ids.to(self.device) for ids in drawn]
+
+
+def sizes(arch: str) -> dict[str, Any]:
+    """Published and tiny geometries of an architecture by name. ValueError for one that is unknown or not built yet."""
+    if arch in PLANNED:
+        raise ValueError(f"architecture {arch!r} is planned but not built yet; there are {', '.join(SIZES)}")
+    if arch not in SIZES:
+        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(SIZES)}")
+    module, name = SIZES[arch].split(":")
+    found: dict[str, Any] = vars(importlib.import_module(module))[name]
+    return found
+
+
+def config_of(arch: str, size: str, layers: int | None) -> Any:
+    """One geometry, with fewer layers if asked. ValueError for a size or layer count that there is not."""
+    known = sizes(arch)
+    if size not in known:
+        raise ValueError(f"{arch} has no size {size!r}; there are {', '.join(known)}")
+    config = known[size]
+    if layers is None:
+        return config
+    if not 1 <= layers <= config.layers:
+        raise ValueError(f"--layers {layers}: {arch} {size} has 1 to {config.layers}")
+    return replace(config, layers=layers)
+
+
+def build(
+    arch: str,
+    *,
+    checkpoint: str | None,
+    device: str | None,
+    size: str = "tiny",
+    layers: int | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Subject:
+    """Both models, from a checkpoint or from random weights. ValueError for whatever the user got wrong."""
+    from zoo.common.hub import read_config
+
+    sizes(arch)
+    if checkpoint is None:
+        config = config_of(arch, size, layers)
+        fields = config.to_hf()
+        source: dict[str, Any] = {"config": fields, "seed": seed}
+    else:
+        if layers is not None:
+            raise ValueError("--layers is for random weights; a checkpoint has all its layers")
+        fields = read_config(checkpoint, None)
+        if fields.get("model_type") != arch:
+            raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
+        source = {"checkpoint": str(checkpoint)}
+    made = []
+    for role in ("rl", "serving"):
+        say(f"building the {'trainer' if role == 'rl' else 'server'}")
+        made.append(load(source, role, device))
+    trainer, server = made
+    assert isinstance(trainer, ForRL) and isinstance(server, ForServing)
+    return Subject(arch, trainer, server, source)
+
+
+def load(source: dict[str, Any], role: str, device: str | None) -> Any:
+    """A model from a subject's source, in this process or another."""
+    if "checkpoint" in source:
+        from zoo import load as load_checkpoint
+
+        return load_checkpoint(source["checkpoint"], role=role, device=device)
+    made = model_class(source["config"], role)
+    return made.from_config(made.config_class.from_hf(source["config"]), seed=source["seed"], device=device)
+
+
+def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:
+    """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
+    cuda = subject.device.type == "cuda"
+    large = sum(p.numel() for p in subject.trainer.parameters()) > LARGE
+    if lengths is None:
+        small = (1, 63, 64, 65, 300)
+        lengths = (1, 64, 593, 594, 1025, 2049, 4096) if large else (*small, 593, 2060) if cuda else small
+    longest = subject.trainer.config.positions
+    for length in lengths:
+        if not 1 <= length <= longest:
+            raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
+    head_dim = subject.trainer.config.head_dim
+    pages = (16, 64) if head_dim <= 128 or not cuda else ()
+    return Settings(tuple(lengths), tail=64 if large else 200 if cuda else None, page_sizes=pages, backward_rows=2400 if large else 4096)

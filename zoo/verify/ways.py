@@ -1,0 +1,228 @@
+"""The ways to push the same tokens: training's packed batch, prefill, eager decode, CUDA graph. Each yields what it saw as it went."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo.common import ops
+from zoo.common.memory import PagedMemory
+from zoo.common.rows import Rows
+from zoo.common.serving import DecodeGraph
+from zoo.verify.calls import Call
+from zoo.verify.subject import Subject
+from zoo.verify.trace import Tap
+
+ODD_CHUNKS = (1, 7, 64, 65, 129, 500, 1023)
+PREFILL_ROWS = 8192  # rows of one prefill launch, at most, when a batch of long contexts is set up
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a way shows after it pushed rows `begin` .. of a document: their log-probabilities, and all bytes cached so far."""
+
+    document: int
+    begin: int
+    log_prob_T: Tensor
+    state: dict[str, Tensor]
+    entropy_T: Tensor | None = None
+
+
+class Poisoned(TorchDispatchMode):
+    """Fresh memory holds NaN (floats) or a large number (integers) inside the block."""
+
+    _FRESH = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name in self._FRESH and isinstance(made, Tensor) and made.device.type != "meta":
+            made.fill_(torch.nan if made.is_floating_point() else 1 if made.dtype == torch.bool else 77)
+        return made
+
+
+def train(
+    subject: Subject,
+    tap: Tap,
+    documents: list[int],
+    *,
+    grad: bool = False,
+    checkpointed: bool = False,
+    evaluate: bool = False,
+    poisoned: bool = False,
+    backward_first: bool = False,
+) -> Iterator[Seen]:
+    """One packed batch through the trainer, scored; the keys and values that attention reads are what a server would cache."""
+    model = subject.trainer
+    ids = torch.cat([subject.ids(d) for d in documents])
+    targets = torch.cat([subject.targets(d) for d in documents])
+    cu_seqlens = _offsets([subject.length(d) for d in documents], subject.device)
+    was_training, was_checkpointed = model.training, model.gradient_checkpointing
+    model.train(not evaluate)
+    model.gradient_checkpointing = checkpointed
+    kept: dict[str, list[Tensor]] = {"k": [], "v": []}
+
+    def keep(contract: Any, seen: dict[str, Any], result: Any) -> None:
+        if contract.name == "attention":
+            history = Call.of(contract, seen, result).arguments["history"]
+            kept["k"].append(history.k.detach())
+            kept["v"].append(history.v.detach())
+
+    try:
+        if backward_first:
+            model.score(ids, cu_seqlens, targets).sum().backward()
+            model.zero_grad(set_to_none=True)
+        with (
+            torch.set_grad_enabled(grad or checkpointed),
+            Poisoned() if poisoned else nullcontext(),
+            ops.watch(keep),
+            tap.rows(documents, Rows.packed(cu_seqlens)),
+        ):
+            scores = model.score(ids, cu_seqlens, targets, entropy=True)
+    finally:
+        model.train(was_training)
+        model.gradient_checkpointing = was_checkpointed
+    begin = 0
+    for document in documents:
+        mine = slice(begin, begin + subject.length(document))
+        # views, not a stack: at the published sizes the reference is gigabytes
+        state = {f"{name}.{layer}": t[mine] for name, each in kept.items() for layer, t in enumerate(each)}
+        yield Seen(document, 0, scores.log_prob_R[mine].detach(), state, scores.entropy_R[mine].detach())
+        begin = mine.stop
+
+
+class Session:
+    """Sequences behind pages: entry e is document `entries[e]`, with its own shuffled pages in memory full of NaN."""
+
+    def __init__(self, subject: Subject, tap: Tap, entries: list[int], page_size: int | None = None, seed: int = 0) -> None:
+        self.subject, self.tap, self.entries = subject, tap, entries
+        server = subject.server
+        probe = server.new_memory(2, page_size)
+        self.page_size = probe.page_size
+        needed = [-(-subject.length(d) // self.page_size) for d in entries]
+        total = 1 + sum(needed) + 3
+        self.memory: PagedMemory = server.new_memory(total, page_size)
+        for value in vars(self.memory).values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.fill_(torch.nan)
+        free = list(range(1, total))
+        random.Random(seed).shuffle(free)
+        self.pages = [[free.pop() for _ in range(count)] for count in needed]
+        self.memory.clear([page for pages in self.pages for page in pages])
+        self.done = [0] * len(entries)
+
+    def table(self, entries: list[int]) -> Tensor:
+        width = max(len(self.pages[e]) for e in entries)
+        rows = [self.pages[e] + [0] * (width - len(self.pages[e])) for e in entries]
+        return torch.tensor(rows, dtype=torch.int32, device=self.subject.device)
+
+    def push(self, counts: dict[int, int], *, decode: bool = False) -> Iterator[Seen]:
+        """`counts[e]` more rows of each entry, in one launch."""
+        entries = list(counts)
+        contexts = [self.done[e] for e in entries]
+        rows = Rows.pushed(list(counts.values()), contexts, self.subject.device)
+        spans = [(self.entries[e], self.done[e], self.done[e] + counts[e]) for e in entries]
+        ids, targets = (torch.cat([of(d)[a:b] for d, a, b in spans]) for of in (self.subject.ids, self.subject.targets))
+        server = self.subject.server
+        with torch.no_grad(), self.tap.rows([d for d, _, _ in spans], rows):
+            if decode:
+                logits = server.decode(ids, rows, self.memory, self.table(entries))
+                log_prob = ops.log_prob_of_logits(logits, targets, program=server.program).log_prob_R
+            else:
+                log_prob = server.log_prob(server.prefill(ids, rows, self.memory, self.table(entries)), targets)
+        yield from self.seen(entries, [b - a for _, a, b in spans], log_prob)
+
+    def seen(self, entries: list[int], counts: list[int], log_prob_R: Tensor) -> Iterator[Seen]:
+        """The rows just pushed, entry by entry."""
+        start = 0
+        for e, count in zip(entries, counts, strict=True):
+            begin, self.done[e] = self.done[e], self.done[e] + count
+            cached = self.memory.written(self.pages[e], self.done[e])
+            state = {f"{name}.{layer}": part for name, t in cached.items() for layer, part in enumerate(t)}
+            yield Seen(self.entries[e], begin, log_prob_R[start : start + count], state)
+            start += count
+
+    def catch_up(self, contexts: dict[int, int]) -> Iterator[Seen]:
+        """Prefills entries up to their contexts, several at a time."""
+        batch: dict[int, int] = {}
+        for e, context in contexts.items():
+            if context:
+                if batch and sum(batch.values()) + context > PREFILL_ROWS:
+                    yield from self.push(batch)
+                    batch = {}
+                batch[e] = context
+        if batch:
+            yield from self.push(batch)
+
+
+def prefill(subject: Subject, tap: Tap, documents: list[int], *, page_size: int | None = None, chunked: bool = False, seed: int = 0) -> Iterator[Seen]:
+    """Whole prompts in one launch, or in chunks whose sizes differ from document to document."""
+    session = Session(subject, tap, documents, page_size, seed)
+    if not chunked:
+        yield from session.push({e: subject.length(d) for e, d in enumerate(documents)})
+        return
+    turn = 0
+    while True:
+        left = {e: subject.length(d) - session.done[e] for e, d in enumerate(documents)}
+        counts = {e: min(n, ODD_CHUNKS[(turn + 2 * e) % len(ODD_CHUNKS)]) for e, n in left.items() if n}
+        if not counts:
+            return
+        yield from session.push(counts)
+        turn += 1
+
+
+def decode(subject: Subject, tap: Tap, documents: list[int], *, tail: int | None, page_size: int | None = None, seed: int = 0) -> Iterator[Seen]:
+    """Token by token, sequences joining one after another, so that a batch holds many positions. `tail`: the last ones only."""
+    session = Session(subject, tap, documents, page_size, seed)
+    lengths = [subject.length(d) for d in documents]
+    starts = {e: 0 if tail is None else max(0, length - tail) for e, length in enumerate(lengths)}
+    yield from session.catch_up(starts)
+    step = 0
+    while any(done < length for done, length in zip(session.done, lengths, strict=True)):
+        live = {e: 1 for e in range(len(lengths)) if session.done[e] < lengths[e] and step >= 3 * e}
+        if live:
+            yield from session.push(live, decode=True)
+        step += 1
+
+
+def graph(subject: Subject, tap: Tap, documents: list[int], *, batch: int, steps: int, seed: int = 0) -> Iterator[Seen]:
+    """Decode by CUDA graph: `batch` sequences at different positions, an eager step before, then other slots and dead slots."""
+    long = [d for d in documents if subject.length(d) > 2 * steps] or documents
+    entries = [long[i % len(long)] for i in range(batch)]
+    session = Session(subject, tap, entries, None, seed)
+    room = [subject.length(d) - steps - 1 for d in entries]
+    yield from session.catch_up({e: max(0, room[e] - (e // len(long)) % max(room[e], 1)) for e in range(batch)})
+    captured = DecodeGraph(subject.server, session.memory, batch, max(len(p) for p in session.pages))
+    yield from session.push({e: 1 for e in range(batch) if session.done[e] < subject.length(entries[e])}, decode=True)
+    for step in range(steps):
+        live = [e for e in range(batch) if session.done[e] < subject.length(entries[e])]
+        if step >= steps // 2:  # other slots, and some of them dead
+            live = live[::-1][: max(1, len(live) - len(live) // 4)]
+        if not live:
+            return
+        yield from _replay(session, captured, live)
+
+
+def _replay(session: Session, captured: DecodeGraph, live: list[int]) -> Iterator[Seen]:
+    subject = session.subject
+    position = torch.tensor([session.done[e] for e in live], device=subject.device)
+    ids, targets = (torch.stack([of(session.entries[e])[session.done[e]] for e in live]) for of in (subject.ids, subject.targets))
+    logits = captured.replay(ids, position, session.table(live))
+    log_prob = ops.log_prob_of_logits(logits, targets, program=subject.server.program).log_prob_R
+    yield from session.seen(live, [1] * len(live), log_prob)
+
+
+def exhaust(way: Iterable[Seen]) -> None:
+    """Runs a way for its op calls alone."""
+    for _ in way:
+        pass
+
+
+def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
