@@ -1,7 +1,7 @@
 """The laws, one helper each: what an op's output may depend on. Put your own kernel through them.
 
-Every helper takes plain callables, works on any device, compares bytes (never tolerances) and raises `LawBroken` with the count of
-differing elements, the first of them and the distance in ulp.
+Every helper takes plain callables, works on any device, compares bytes (never tolerances) and raises `LawBroken` with the count
+of differing elements, the first of them and the distance in ulp.
 
     from zoo.testing import Along, assert_row_law
 
@@ -135,8 +135,8 @@ def assert_row_law(call: Callable[[Args], Any], args: Args, rows: Units, *, seed
     """Output row i depends on input row i and its own history only.
 
     Rows alone, in subsets, prefixes of every edge size, reversed, shuffled, three times as many; then beside rows that hold NaN,
-    infinities and extremes. For attention `rows` are whole sequences: a non-finite value in a row's own future lies outside the law,
-    since a masked weight of 0 times NaN is NaN in any tiled kernel; other sequences may be non-finite.
+    infinities and extremes. For attention `rows` are whole sequences: a non-finite value in a row's own future lies outside the
+    law, since a masked weight of 0 times NaN is NaN in any tiled kernel; other sequences may be non-finite.
     """
     _assert_independent("row law", call, args, rows, 0, seed)
 
@@ -197,7 +197,9 @@ def split_plans(lengths: Sequence[int], edges: Sequence[int] = (16, 64, 128), se
     for cut in sorted({edge + off for edge in edges for off in (-1, 0, 1)}):
         if 0 < cut < max(lengths):
             plans[f"cut at {cut}"] = (tuple(min(cut, n) for n in lengths), tuple(max(n - cut, 0) for n in lengths))
-    plans["one sequence after another"] = tuple(tuple(n if i == j else 0 for j, n in enumerate(lengths)) for i in range(len(lengths)))
+    plans["one sequence after another"] = tuple(
+        tuple(n if i == j else 0 for j, n in enumerate(lengths)) for i in range(len(lengths))
+    )
     left, steps = list(lengths), []
     while any(left):
         step = tuple(order.randint(0, min(n, 40)) for n in left)
@@ -246,7 +248,9 @@ def rows_at(call: Callable[[Args], Any], args: Args, names: Sequence[str]) -> Ca
             if tensor is None:
                 continue
             fill = place.fill if tensor.is_floating_point() else 0
-            buffer = torch.full((place.before + count + place.after, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device)
+            buffer = torch.full(
+                (place.before + count + place.after, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device
+            )
             buffer[place.before : place.before + count] = tensor
             moved[name] = buffer if place.live else buffer[place.before : place.before + count]
         begin = place.before if place.live else 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from op_controls import FAULTS
 
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, Trial, cases_of, check
@@ -29,16 +28,6 @@ from zoo.testing import (
     ulp_distance,
 )
 
-
-def _load_controls() -> Any:
-    spec = importlib.util.spec_from_file_location("ops_controls", Path(__file__).with_name("controls.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _load_controls().FAULTS
 ALIGNED, FLOAT32 = resolve("aligned", "cpu", torch.bfloat16), resolve("transformers", "cpu", torch.float32)
 CLAIMS = [(name, law) for name, contract in sorted(CONTRACTS.items()) for law in contract.laws]
 
@@ -124,7 +113,9 @@ def test_same_bytes_sees_every_bit() -> None:
     assert_same_bytes(nan, nan.clone())
     with pytest.raises(LawBroken, match="0x7fc0.*0x7fc1.*not finite"):
         assert_same_bytes(nan, other_nan)
-    with pytest.raises(LawBroken, match=r"1 of 3 elements differ; first at \(1,\): 0.0 \(0x0000\) against -0.0 \(0x8000\), 0 ulp"):
+    with pytest.raises(
+        LawBroken, match=r"1 of 3 elements differ; first at \(1,\): 0.0 \(0x0000\) against -0.0 \(0x8000\), 0 ulp"
+    ):
         assert_same_bytes(_bf16(1, 0, 5), _bf16(1, 0x8000, 5))
     with pytest.raises(LawBroken, match=r"2 of 4 elements differ; first at \(0, 1\).* 1 ulp; largest finite distance 3 ulp"):
         assert_same_bytes(_bf16(7, 9, 8, 0x8001).view(2, 2), _bf16(7, 10, 8, 2).view(2, 2))

@@ -138,7 +138,8 @@ class Pretrained(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> None:
         """Overwrites parameters in place from (published name, tensor) pairs; a partial list is fine.
 
-        All names, shapes, dtypes and values are checked before the first write: a ValueError leaves every byte as it was.
+        All names, shapes, dtypes and values are checked before the first write (so the list is held until then): a ValueError
+        leaves every byte as it was.
         `version` is a label that the fingerprint reports.
         """
         table = self.table_of()

@@ -27,6 +27,7 @@ ALIGNED_CUDA = {
     "route": "pair_tree",
     "experts": "fixed_k",
     "combine": "contributor_tree",
+    "gated_delta": "chunk_replay",
     "log_prob": "group_tree",
     "sample": "fixed_point",
 }
@@ -37,6 +38,7 @@ UNALIGNED_CUDA = {
     "linear": "cublas",
     "attention": "split_kv",
     "experts": "grouped_mm",
+    "gated_delta": "recurrent",
 }
 
 

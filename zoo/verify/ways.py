@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -62,7 +63,7 @@ def train(
     model = subject.trainer
     ids = torch.cat([subject.ids(d) for d in documents])
     targets = torch.cat([subject.targets(d) for d in documents])
-    cu_seqlens = _offsets([subject.length(d) for d in documents], subject.device)
+    cu_seqlens = offsets([subject.length(d) for d in documents], subject.device)
     was_training, was_checkpointed = model.training, model.gradient_checkpointing
     model.train(not evaluate)
     model.gradient_checkpointing = checkpointed
@@ -224,5 +225,6 @@ def exhaust(way: Iterable[Seen]) -> None:
         pass
 
 
-def _offsets(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+def offsets(lengths: list[int], device: torch.device) -> Tensor:
+    """cu_seqlens of documents of these lengths, int32."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@ from zoo.common.ops.combine import combine
 from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
 from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
+from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
 from zoo.common.ops.norm_rope import norm_rope
@@ -25,6 +26,8 @@ __all__ = [
     "combine",
     "embed",
     "experts",
+    "gated_delta",
+    "gated_delta_states",
     "linear",
     "log_prob",
     "log_prob_of_logits",

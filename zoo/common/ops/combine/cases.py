@@ -14,7 +14,14 @@ from zoo.testing import Args, assert_fusion_law, assert_shard_law, cut_points
 
 
 def _case(
-    name: str, rows: int, width: int, count: int, top_k: int, kind: str = "normal", shared: bool = False, device_sized: bool = False
+    name: str,
+    rows: int,
+    width: int,
+    count: int,
+    top_k: int,
+    kind: str = "normal",
+    shared: bool = False,
+    device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)

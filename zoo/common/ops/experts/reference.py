@@ -34,5 +34,7 @@ def experts_backward(
         assert grad_x is not None and weight_grad is not None
         grad_gate_up[e] = weight_grad
         slot_grads[row, slot] = grad_x
-    accumulate = torch.promote_types(x_RD.dtype, torch.float32)
-    return slot_grads.to(accumulate).sum(1).to(x_RD.dtype), grad_gate_up, grad_down
+    total = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
+    for slot in slot_grads.unbind(1):  # torch's sum adds in an order that depends on the width
+        total = total + slot
+    return total.to(x_RD.dtype), grad_gate_up, grad_down

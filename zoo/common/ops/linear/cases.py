@@ -24,7 +24,14 @@ PUBLISHED_ROWS = (1, 64, 257, 4096)
 
 
 def _case(
-    name: str, rows: int, n: int, k: int, kind: str = "normal", k_parts: int = 1, wide_out: bool = False, device_sized: bool = False
+    name: str,
+    rows: int,
+    n: int,
+    k: int,
+    kind: str = "normal",
+    k_parts: int = 1,
+    wide_out: bool = False,
+    device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)

@@ -28,11 +28,17 @@ def _case(
 
     def call(t: Trial, args: Args) -> Any:
         return t.op("log_prob")(
-            args["hidden_RD"], args["weight_VD"], args["targets_R"], program=t.program, inverse_temperature_R=args["inverse_temperature_R"]
+            args["hidden_RD"],
+            args["weight_VD"],
+            args["targets_R"],
+            program=t.program,
+            inverse_temperature_R=args["inverse_temperature_R"],
         )
 
     def logits(t: Trial, weight: Tensor) -> Tensor:
-        return t.op("logits")(t.args["hidden_RD"], weight, program=t.program, inverse_temperature_R=t.args["inverse_temperature_R"])
+        return t.op("logits")(
+            t.args["hidden_RD"], weight, program=t.program, inverse_temperature_R=t.args["inverse_temperature_R"]
+        )
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:

@@ -117,32 +117,46 @@ def rms_norm_split(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 
 @triton.jit
-def _rows_backward(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, partial_ptr, rows, inner, total_outer, total_inner,
-                   inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-                   ADD: tl.constexpr):  # fmt: skip
-    """STEPS tiles of rows: their grad_x, and one partial weight gradient for each row place of the tile."""
+def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scale_ptr, rows, inner, total_outer, total_inner,
+               inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """grad_x of a tile of rows; each row's scale is kept for the weight's gradient."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    place = tl.arange(0, ROWS)
+    mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
+    flat = row[:, None] * WIDTH + column[None, :]
+    total_row = (row // inner) * total_outer + (row % inner) * total_inner
+    value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    upstream = tl.load(grad_ptr + flat, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
-    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    row_scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)
+    scale = row_scale[:, None]
+    normal = value * scale
+    scaled = upstream * gain[None, :]
+    mean = (pair_tree(scaled * normal, BLOCK) * inverse_width)[:, None]
+    grad_x = scale * (scaled - normal * mean)
+    if ADD:
+        grad_x += tl.load(grad_total_ptr + flat, mask=mask, other=0.0).to(tl.float32)
+    tl.store(grad_x_ptr + flat, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr + row, row_scale, mask=row < rows)
+
+
+@triton.jit
+def _grad_weight(grad_ptr, total_ptr, scale_ptr, partial_ptr, rows, inner, total_outer, total_inner,
+                 WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """STEPS tiles of rows, one after another, into one partial sum for each row place of the tile."""
+    place = tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for step in range(STEPS):
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + place
         mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
-        flat = row[:, None] * WIDTH + column[None, :]
         total_row = (row // inner) * total_outer + (row % inner) * total_inner
         value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        upstream = tl.load(grad_ptr + flat, mask=mask, other=0.0).to(tl.float32)
-        scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)[:, None]
-        normal = value * scale
-        scaled = upstream * gain[None, :]
-        mean = (pair_tree(scaled * normal, BLOCK) * inverse_width)[:, None]
-        grad_x = scale * (scaled - normal * mean)
-        if ADD:
-            grad_x += tl.load(grad_total_ptr + flat, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x_ptr + flat, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-        grad_weight += upstream * normal
+        upstream = tl.load(grad_ptr + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)
+        acc += upstream * (value * scale[:, None])
     partial = partial_ptr + (tl.program_id(0).to(tl.int64) * ROWS + place)[:, None] * WIDTH + column[None, :]
-    tl.store(partial, grad_weight, mask=column[None, :] < WIDTH)
+    tl.store(partial, acc, mask=column[None, :] < WIDTH)
 
 
 def rms_norm_backward(
@@ -153,16 +167,20 @@ def rms_norm_backward(
     grad_x = total.new_empty(total.shape)
     if total.numel() == 0:
         return grad_x, torch.zeros_like(weight)
-    total_3 = _outer_inner(total)
-    upstream = grad.contiguous()
+    total_3, upstream = _outer_inner(total), grad.contiguous()
     carried = upstream if grad_total is None else grad_total.contiguous()
     rows, block, tile = total.numel() // width, padded_width(width), _rows_of(width)
-    programs = triton.cdiv(rows, tile * GRAD_STEPS)
-    partial = torch.empty(programs * tile, width, dtype=torch.float32, device=total.device)
-    _rows_backward[(programs,)](
-        upstream, carried, total_3, weight, grad_x, partial, rows, total_3.shape[1], *total_3.stride()[:2], 1.0 / width, eps, _addend(offset),
-        WIDTH=width, ROWS=tile, BLOCK=block, STEPS=GRAD_STEPS, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
+    place = (rows, total_3.shape[1], *total_3.stride()[:2])
+    scale = torch.empty(rows, dtype=torch.float32, device=total.device)
+    _grad_rows[(triton.cdiv(rows, tile),)](
+        upstream, carried, total_3, weight, grad_x, scale, *place, 1.0 / width, eps, _addend(offset),
+        WIDTH=width, ROWS=tile, BLOCK=block, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
     )  # fmt: skip
+    programs, columns = triton.cdiv(rows, tile * GRAD_STEPS), min(block, TILE)
+    partial = torch.empty(programs * tile, width, dtype=torch.float32, device=total.device)
+    _grad_weight[(programs, triton.cdiv(width, columns))](
+        upstream, total_3, scale, partial, *place, WIDTH=width, ROWS=tile, BLOCK=columns, STEPS=GRAD_STEPS, num_warps=4, **EXACT
+    )
     return grad_x, partial.sum(0).to(weight.dtype)
 
 

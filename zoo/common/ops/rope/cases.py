@@ -13,7 +13,14 @@ from zoo.testing import Args, assert_fusion_law
 
 
 def _case(
-    name: str, rows: int, heads: int, width: int, rotated: int, positions: int = 512, kind: str = "normal", device_sized: bool = False
+    name: str,
+    rows: int,
+    heads: int,
+    width: int,
+    rotated: int,
+    positions: int = 512,
+    kind: str = "normal",
+    device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)

@@ -55,7 +55,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, zero_c
     return rms_norm_reference.rms_norm(x, None, weight, eps, float(zero_centred))[0]
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False
+) -> Any:
     return rms_norm_reference.rms_norm(x, residual, weight, eps, float(zero_centred))
 
 
@@ -79,7 +81,9 @@ def _combine(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, pro
     return combine_reference.combine(slots, weights, experts, shared_RD, block, program.contributors)
 
 
-def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
+def _log_prob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None
+) -> TokenScores:
     logits = linear_reference.panels(hidden, weight)
     logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
     stats = log_prob_reference.group_stats(logits, program.vocab_group)
@@ -150,12 +154,16 @@ def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, p
     return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
 
 
-def _weighted_sum(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
+def _weighted_sum(
+    slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None
+) -> Tensor:
     out = torch.einsum("rkd,rk->rd", slots, weights)
     return out if shared_RD is None else out + shared_RD
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None
+) -> TokenScores:
     logits = hidden @ weight.T
     logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
     p = torch.log_softmax(logits, -1)

@@ -1,0 +1,121 @@
+"""Faults that the ladder must catch and the trace must name. Each is planted in the server alone, or in a test-only provider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.layers import RMSNorm
+from zoo.common.memory import KeyValues, PagedKeyValues, PagedMemory
+from zoo.common.ops.contract import Provider, choices_changed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.common.serving import ForServing
+from zoo.qwen3.modeling_serve import Qwen3ForServing
+
+
+def four_warp_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """rms_norm whose squares are added by four warps, a quarter of the row each, one after another inside it."""
+    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    value = total.float()
+    quarters = [(part * part).cumsum(-1)[..., -1] for part in value.chunk(4, -1)]
+    mean = (quarters[0] + quarters[1] + quarters[2] + quarters[3]) * torch.tensor(1.0 / value.shape[-1])
+    return (value * torch.rsqrt(mean + eps)[..., None] * (weight.float() + offset)).to(x.dtype), total
+
+
+class FourWarps(Program):
+    """A program whose norms belong to the planted class."""
+
+    def byte_class(self, op: str) -> str:
+        return "four_warps" if op == "rms_norm" else super().byte_class(op)
+
+
+@contextmanager
+def four_warps(server: ForServing) -> Iterator[None]:
+    """The server's norms by the planted provider, inside the block."""
+    contract = ops.CONTRACTS["rms_norm"]
+    backward = "zoo.common.ops.rms_norm.reference:rms_norm_backward"
+    planted = Provider("four_warps", "four_warps", "cpu", "tests.models.planted:four_warp_norm", backward, defining=True)
+    replace(contract, providers=(*contract.providers, planted))
+    choices_changed()
+    try:
+        for module in server.modules():
+            if isinstance(module, RMSNorm):
+                module.program = FourWarps(**vars(module.program))
+        yield
+    finally:
+        ops.CONTRACTS["rms_norm"] = contract
+        choices_changed()
+
+
+def narrow_vocabulary_group(server: ForServing) -> None:
+    """The server reduces the vocabulary in groups of 128, the trainer in groups of 256."""
+    server.program = replace(server.program, vocab_group=128)
+
+
+def late_rope_table(server: Qwen3ForServing) -> None:
+    """The server's rotary table is off by one position."""
+    table = server.model.rotary.table_PC2
+    server.model.rotary.table_PC2 = torch.cat([table[1:], table[-1:]])
+
+
+def other_k_parts(server: Qwen3ForServing) -> None:
+    """The server adds K in two halves in the second layer's output projection."""
+    server.model.layers[1].attention.out.k_parts = 2
+
+
+class TwiceRounded(nn.Module):
+    """A norm whose residual sum is rounded to FP16 before it is rounded to BF16."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, residual_RD: Tensor, branch_RD: Tensor) -> tuple[Tensor, Tensor]:
+        total = (residual_RD.float() + branch_RD.float()).to(torch.float16).to(residual_RD.dtype)
+        return self.norm(total)
+
+
+def twice_rounded_residual(server: Qwen3ForServing) -> None:
+    server.model.layers[1].post_norm = TwiceRounded(server.model.layers[1].post_norm)
+
+
+STALE = (1, 64)  # layer and position whose slot is not written
+
+
+@dataclass
+class StaleSlot(PagedKeyValues):
+    """Skips the write of one position, so that attention reads what the slot held before."""
+
+    def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
+        size = self.k_PSGE.shape[1]
+        old = self.k_PSGE.clone()
+        history = super().append(k_RGE, v_RGE, rows)
+        for sequence in rows.sequence_R[rows.positions_R == STALE[1]].tolist():
+            page = int(self.page_table_NB[sequence, STALE[1] // size])
+            self.k_PSGE[page, STALE[1] % size] = old[page, STALE[1] % size]
+        return history
+
+
+class StaleMemory(PagedMemory):
+    def view(self, page_table_NB: Tensor) -> list[PagedKeyValues]:
+        layers = super().view(page_table_NB)
+        layers[STALE[0]] = StaleSlot(**vars(layers[STALE[0]]))
+        return layers
+
+
+class StaleServer(Qwen3ForServing):
+    def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+        plain = super().new_memory(pages, page_size)
+        layers, _, size, kv_heads, head_dim = plain.k_LPSGE.shape
+        return StaleMemory(layers, pages, size, kv_heads, head_dim, plain.k_LPSGE.dtype, plain.k_LPSGE.device)
+
+
+def stale_page(server: Qwen3ForServing) -> None:
+    """One slot of the server's pages keeps its old bytes."""
+    server.__class__ = StaleServer

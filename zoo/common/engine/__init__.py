@@ -1,0 +1,6 @@
+"""The embedded engine: `Engine` serves requests, `Completion` records one."""
+
+from zoo.common.engine.engine import Engine, Stats
+from zoo.common.engine.record import Completion
+
+__all__ = ["Completion", "Engine", "Stats"]

@@ -1,0 +1,388 @@
+"""The embedded engine: requests batched continuously over a ForServing model. It chooses rows and makes no number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from zoo.common.checkpoint import Checkpoint, check_dtypes
+from zoo.common.engine.pages import PagePool
+from zoo.common.engine.record import Completion
+from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.fingerprint import Fingerprint
+from zoo.common.rows import Rows
+from zoo.common.sampling import Drawn, RowSampling, SamplingParams, sample
+from zoo.common.serving import DecodeGraph, ForServing
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+GPU_SHARE = 0.8  # of the memory that is free when the engine starts; the rest is for activations and graphs
+CPU_BYTES = 2 << 30
+MODES = ("recompute", "keep")
+
+
+@dataclass
+class Stats:
+    """Counts since the engine was made. Rows are tokens pushed through the layers."""
+
+    steps: int = 0
+    graph_steps: int = 0
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    reused_rows: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """Continuous batching with paged memory, chunked prefill, prefix reuse and preemption; none of them moves a byte.
+
+    pages         of memory, one of them reserved; by default what fits (80 % of free GPU memory, 2 GiB on a CPU)
+    page_size     tokens per page; by default the model's
+    max_batch     requests that hold memory at once
+    chunk_rows    prompt rows pushed per step, over all requests; sequences that decode push one row each besides
+    prefix_cache  full pages stay readable for requests that begin with the same tokens under the same weights
+    graphs        decode by CUDA graph; by default on a GPU
+    progress      `run` and `generate` show a bar
+
+    ValueError, naming the number, for a size below 1 or graphs without a GPU.
+    """
+
+    def __init__(
+        self,
+        model: ForServing,
+        *,
+        pages: int | None = None,
+        page_size: int | None = None,
+        max_batch: int = 64,
+        chunk_rows: int = 2048,
+        prefix_cache: bool = True,
+        graphs: bool | None = None,
+        progress: bool = False,
+    ) -> None:
+        for name, value in (("pages", pages), ("page_size", page_size), ("max_batch", max_batch), ("chunk_rows", chunk_rows)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.model, self.progress = model, progress
+        self.device = next(model.parameters()).device
+        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        if self.graphs and self.device.type != "cuda":
+            raise ValueError(f"graphs=True needs a CUDA device, the model is on {self.device}")
+        self.stats = Stats()
+        self._pages, self._page_size = pages or self._fitting_pages(page_size, max_batch), page_size
+        memory = model.new_memory(self._pages, page_size)
+        self._released = False
+        self._parameters = list(model.parameters())
+        self._take_version()
+        pool = PagePool(memory.pages, memory.slots, memory.page_size)
+        self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache)
+        self._forget_graphs()
+        self._requests: dict[str, Request] = {}
+        self._finished: list[Completion] = []
+        self._count = 0
+        self._batch: tuple[list[Request], RowSampling] | None = None
+
+    def add(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_log_probs: bool = False,
+    ) -> str:
+        """Queues a request and returns its id. ValueError, and nothing changed, for a request that can't be served:
+
+        an empty prompt, a token id outside the vocabulary, a context longer than the position table or than all pages, an id in use.
+        """
+        request = self._request(prompt_ids, params, request_id, prompt_log_probs)
+        self._enqueue(request)
+        return request.request_id
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is still running or waiting."""
+        return bool(self._requests)
+
+    def step(self) -> list[Completion]:
+        """Pushes the next rows, draws tokens, and returns the requests that ended. ValueError if the weights were written unannounced."""
+        self._step()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def run(self) -> list[Completion]:
+        """Steps until nothing is left; completions in the order in which they ended."""
+        self._until(list(self._requests))
+        finished, self._finished = self._finished, []
+        return finished
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | Tensor],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_log_probs: bool = False,
+    ) -> list[Completion]:
+        """Completions of `prompts`, in their order, `params` one for all or one each. All are checked before the first is queued."""
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
+        requests = [self._request(p, s, None, prompt_log_probs, n) for n, (p, s) in enumerate(zip(prompts, each, strict=True))]
+        for request in requests:
+            self._enqueue(request)
+        ids = [request.request_id for request in requests]
+        self._until(ids)
+        mine = {done.request_id: done for done in self._finished if done.request_id in ids}
+        self._finished = [done for done in self._finished if done.request_id not in mine]
+        return [mine[request_id] for request_id in ids]
+
+    def abort(self, request_id: str) -> Completion:
+        """Ends a request now and returns what it has. ValueError for an id that is not in progress."""
+        request = self._find(request_id)
+        self.scheduler.release(request)
+        return self._complete(request, "abort")
+
+    def preempt(self, request_id: str) -> None:
+        """Takes a running request's memory; its rows are pushed again later and no byte changes. ValueError for an unknown id."""
+        request = self._find(request_id)
+        if request in self.scheduler.running:
+            self.scheduler.preempt(request)
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | str | Path, mode: str = "recompute", version: str | None = None
+    ) -> str:
+        """Loads weights (published name and tensor pairs, or a checkpoint) between two steps; returns their content hash.
+
+        "recompute": requests in progress push their rows again, so all that follows equals a fresh engine on these weights given the
+        same tokens. "keep": they go on with the old rows and their records say `exact=False`. An empty list takes over weights that
+        were written in place. `version` is a label for the fingerprint. ValueError, and nothing changed, for a wrong mode, name, shape or value.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        pairs = self._stored(weights) if isinstance(weights, str | Path) else weights
+        self.model.load_weights(pairs, version)
+        before = self.version
+        self._take_version()
+        self.scheduler.version = self.version
+        if self.version != before:
+            for request in list(self.scheduler.running):
+                if mode == "recompute":
+                    self.scheduler.preempt(request)
+                elif request.computed:
+                    request.exact = request.pure = False
+        return self.version
+
+    def release_memory(self) -> None:
+        """Frees pages and graphs, for a trainer on the same GPU. Requests wait and lose no token."""
+        for request in list(self.scheduler.running):
+            self.scheduler.preempt(request)
+        self._released = True
+        self._forget_graphs()
+        self.scheduler.memory = self.model.new_memory(2, self._page_size)
+
+    def resume_memory(self) -> None:
+        """Takes as many pages as before."""
+        if self._released:
+            memory = self.model.new_memory(self._pages, self._page_size)
+            self.scheduler.memory, self.scheduler.pool = memory, PagePool(memory.pages, memory.slots, memory.page_size)
+            self._released = False
+
+    def fingerprint(self) -> Fingerprint:
+        return self._fingerprint
+
+    # requests
+
+    def _request(
+        self, prompt_ids: Sequence[int] | Tensor, params: SamplingParams | None, request_id: str | None, scores: bool, ahead: int = 0
+    ) -> Request:
+        params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+        config, pool, memory = self.model.config, self.scheduler.pool, self.scheduler.memory
+        values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
+        if not len(values):
+            raise ValueError("the prompt is empty: at least one token must be read before one can be drawn")
+        tokens = [operator.index(token) for token in values]
+        for token in (*tokens, *params.stop_token_ids):
+            if not 0 <= token < config.vocabulary:
+                raise ValueError(f"token id {token} is outside the vocabulary of {config.vocabulary}")
+        longest = len(tokens) + params.max_new_tokens
+        if longest > config.positions:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of {config.positions}"
+            )
+        pages = memory.pages_for(longest - 1)  # the last drawn token is never pushed
+        if pages > pool.pages - 1:
+            raise ValueError(f"the request needs {pages} pages of {memory.page_size} tokens, there are {pool.pages - 1}")
+        if request_id is None:
+            request_id = str(self._count + ahead)
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos))
+        return Request(request_id, self._count + ahead, len(tokens), params, scores, ends, tokens)
+
+    def _enqueue(self, request: Request) -> None:
+        self._count += 1
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def _find(self, request_id: str) -> Request:
+        if request_id not in self._requests:
+            raise ValueError(f"no request {request_id!r} is in progress ({len(self._requests)} are)")
+        return self._requests[request_id]
+
+    def _complete(self, request: Request, reason: str) -> Completion:
+        del self._requests[request.request_id]
+        return Completion(
+            request.request_id,
+            tuple(request.tokens[: request.prompt_length]),
+            tuple(request.tokens[request.prompt_length :]),
+            tuple(request.log_probs),
+            tuple(request.filtered_log_probs),
+            tuple(request.prompt_log_probs) if request.scores_prompt else None,
+            request.params,
+            tuple(request.versions),
+            request.exact,
+            reason,
+            self._fingerprint,
+        )
+
+    def _until(self, ids: Sequence[str]) -> None:
+        """Steps until none of `ids` is in progress; the bar counts tokens, a request that ends early skips its rest."""
+        mine = [self._requests[request_id] for request_id in ids]
+        with Progress() if self.progress else nullcontext() as bar:
+            task = bar.add_task("drawing tokens", total=sum(r.params.max_new_tokens for r in mine)) if bar else None
+            while any(request_id in self._requests for request_id in ids):
+                self._step()
+                if bar and task is not None:
+                    done = (r.params.max_new_tokens if r.request_id not in self._requests else len(r.log_probs) for r in mine)
+                    bar.update(task, completed=sum(done))
+
+    # rows
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        if self._released:
+            raise ValueError("the engine's memory is released; call resume_memory first")
+        if self._written() != self._seen:
+            raise ValueError(f"the weights were written since version {self.version}; update_weights([]) takes them over")
+        self.scheduler.admit()
+        work = self.scheduler.schedule()
+        single = [request for request, _ in work if request.pending == 1]
+        chunks = [(request, count) for request, count in work if request.pending > 1]
+        drawn: list[tuple[list[Request], Drawn]] = []
+        if single:
+            drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
+        if chunks:
+            drawn += self._prefill(chunks)
+        for request, count in work:
+            self.scheduler.advance(request, count)
+        for requests, result in drawn:
+            plain, filtered = torch.stack((result.log_prob_R, result.filtered_log_prob_R)).tolist()
+            for request, token, a, b in zip(requests, result.token_R.tolist(), plain, filtered, strict=True):
+                request.tokens.append(token)
+                request.log_probs.append(a)
+                request.filtered_log_probs.append(b)
+                reason = request.finish_reason()
+                if reason is not None:
+                    self.scheduler.release(request)
+                    self._finished.append(self._complete(request, reason))
+        self.stats.steps += 1
+        self.stats.decode_rows += len(single)
+        self.stats.prefill_rows += sum(count for _, count in chunks)
+        self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
+
+    def _table(self, requests: Sequence[Request], blocks: int) -> Tensor:
+        return self.scheduler.memory.table([r.pages for r in requests], [r.slot for r in requests], blocks)
+
+    def _decode(self, requests: list[Request]) -> Tensor:
+        """FP32 logits [n, V]: the last token of each request, one row each."""
+        ids_N = torch.tensor([r.tokens[-1] for r in requests])
+        blocks = max(len(r.pages) for r in requests)
+        if not self.graphs:
+            rows = Rows.pushed([1] * len(requests), [r.computed for r in requests], self.device)
+            return self.model.decode(ids_N.to(self.device), rows, self.scheduler.memory, self._table(requests, blocks))
+        self.stats.graph_steps += 1
+        key = batch_bucket(len(requests)), 1 << (blocks - 1).bit_length()
+        if key not in self._captured:
+            self._captured[key] = DecodeGraph(self.model, self.scheduler.memory, *key, pool=self._graph_pool)
+        positions_N = torch.tensor([r.computed for r in requests])
+        return self._captured[key].replay(ids_N, positions_N, self._table(requests, blocks))
+
+    def _decode_sampling(self, requests: list[Request]) -> RowSampling:
+        """The batch's sampling rows; while its members stay, only positions are sent again."""
+        positions = [len(r.tokens) for r in requests]
+        if self._batch is None or self._batch[0] != requests:
+            self._batch = requests, RowSampling.of([r.params for r in requests], positions, self.device)
+            return self._batch[1]
+        return replace(self._batch[1], position_R=torch.tensor(positions).to(self.device))
+
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
+        """Pushes chunks; draws for those that reach their end, scores prompt rows where asked."""
+        requests = [request for request, _ in chunks]
+        ids, draws, draw_rows, scored, score_rows = [], [], [], [], []
+        for request, count in chunks:
+            first, end = request.computed, request.computed + count
+            if request.scores_prompt:
+                targets = range(first + 1, min(end + 1, request.prompt_length))
+                scored += [(request, r) for r in targets]
+                score_rows += [len(ids) + r - 1 - first for r in targets]
+            ids += request.tokens[first:end]
+            if end == len(request.tokens):
+                draws.append(request)
+                draw_rows.append(len(ids) - 1)
+        rows = Rows.pushed([count for _, count in chunks], [r.computed for r in requests], self.device)
+        table_NB = self._table(requests, max(len(r.pages) for r in requests))
+        wanted_W = torch.tensor(draw_rows + score_rows, dtype=torch.int64).to(self.device)
+        hidden_WD = self.model.prefill(torch.tensor(ids).to(self.device), rows, self.scheduler.memory, table_NB, wanted_W)
+        if scored:
+            targets_W = torch.tensor([r.tokens[position] for r, position in scored]).to(self.device)
+            values = self.model.log_prob(hidden_WD[len(draws) :], targets_W).tolist()
+            for (request, position), value in zip(scored, values, strict=True):
+                request.prompt_log_probs[position - 1 : position] = [value]
+        if not draws:
+            return []
+        sampling = RowSampling.of([r.params for r in draws], [len(r.tokens) for r in draws], self.device)
+        return [(draws, sample(self.model.logits(hidden_WD[: len(draws)]), sampling, self.model.program))]
+
+    # weights and memory
+
+    def _written(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _take_version(self) -> None:
+        self._seen = self._written()
+        self.version = self.model.weights_version
+        self._fingerprint = self.model.fingerprint()
+
+    def _stored(self, path: str | Path) -> list[tuple[str, Tensor]]:
+        """A checkpoint's tensors on the CPU, its geometry and dtypes checked against the model's."""
+        source = Checkpoint.open(path)
+        config = self.model.config_class.from_hf(source.config)
+        if config != self.model.config:
+            raise ValueError(f"{path} is of another geometry: {config} against {self.model.config}")
+        table = self.model.table_of()
+        match = source.match(table)
+        check_dtypes(source, match, self.model, table, convert=False)
+        return [(name, source.tensors[name].read()) for name in match.places]
+
+    def _forget_graphs(self) -> None:
+        self._captured: dict[tuple[int, int], DecodeGraph] = {}
+        self._graph_pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
+
+    def _fitting_pages(self, page_size: int | None, max_batch: int) -> int:
+        probe = self.model.new_memory(2, page_size)
+        room = torch.cuda.mem_get_info(self.device)[0] * GPU_SHARE if self.device.type == "cuda" else CPU_BYTES
+        useful = max_batch * probe.pages_for(self.model.config.positions) + 1
+        return max(2, min(useful, int(room // (probe.nbytes // probe.pages))))
+
+
+def batch_bucket(count: int) -> int:
+    """The captured batch that serves `count` sequences: a bucket, or a multiple of the widest."""
+    widest = BATCH_BUCKETS[-1]
+    return next((b for b in BATCH_BUCKETS if b >= count), -(-count // widest) * widest)

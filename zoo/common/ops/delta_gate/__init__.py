@@ -1,0 +1,46 @@
+"""delta_gate: a Gated DeltaNet head's log-decay and write strength from its two small projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="delta_gate",
+    version=1,
+    shapes="a_RV, b_RV (the program's dtype, rows may be strided), A_log_V, dt_bias_V -> log_decay_RV, beta_RV, both FP32",
+    rounds="never: FP32 from the loaded values on",
+    adds="log_decay = -exp(A_log) * softplus(a + dt_bias), softplus(x) = max(x, 0) + log1p(exp(-|x|)); beta = 1 / (1 + exp(-b))",
+    laws=("row", "place", "shard", "repeat"),
+    backward="closed form in FP32; the two vectors' gradients add rows in FP32",
+    launch="the same everywhere",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True),
+        Provider("triton", "exact_fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _DeltaGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, provider: Provider) -> Any:
+        ctx.save_for_backward(a, b, a_log, dt_bias)
+        ctx.provider = provider
+        return provider.function("forward")(a, b, a_log, dt_bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_decay: Tensor, grad_beta: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad_decay, grad_beta, *ctx.saved_tensors), None
+
+
+@observed(CONTRACT)
+def delta_gate(a_RV: Tensor, b_RV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor, *, program: Program) -> tuple[Tensor, Tensor]:
+    """(log_decay_RV <= 0, beta_RV in 0 .. 1). ValueError if the heads disagree."""
+    if not a_RV.shape[1] == b_RV.shape[1] == a_log_V.shape[0] == dt_bias_V.shape[0]:
+        raise ValueError(f"delta_gate: {a_RV.shape[1]}, {b_RV.shape[1]}, {a_log_V.shape[0]} and {dt_bias_V.shape[0]} heads differ")
+    return _DeltaGate.apply(a_RV, b_RV, a_log_V, dt_bias_V, CONTRACT.provider(program))

@@ -1,0 +1,136 @@
+"""gated_delta: the gated delta rule by chunks of 64 absolute positions, each row replayed from cached rows and the chunk's start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.delta_memory import DeltaState, PackedDelta
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+
+def _triton_serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> bool:
+    return all(width in (16, 32, 64, 128) for width in (key_dim, value_dim))
+
+
+CONTRACT = Contract(
+    name="gated_delta",
+    version=1,
+    shapes="q_RHK, k_RHK (L2-normalised rows) and v_RVE in the program's dtype, log_decay_RV (<= 0) and beta_RV in FP32 -> o_RVE; V a "
+    "multiple of H, value head n reads key head n // (V / H). State [V, K, E] in FP32 at each document's multiples of 64 positions",
+    rounds="to the program's dtype: the state's image H that rows read; T_ij (beta_j exp(G_j)) and T_ij beta_j as operands; w; u, the "
+    "difference of two FP32 products; exp(G_i - G_j) (q_i . k_j) as an operand; exp(G_63 - G_j) k_j as an operand; the output once. FP32: "
+    "G, T, a, the state; K^-0.5 multiplies the FP32 output",
+    adds="inside a chunk. G: left fold. a_ij = (k_i . k_j) exp(G_i - G_j) beta_i; T_i = e_i - sum a_ij T_j: per element one chain of FMAs, "
+    "j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32 from zero, K or j ascending in steps of "
+    "16, lanes beyond the row cut by select (reference: adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j; u_i = sum T_ij beta_j v_j "
+    "- w_i H; o_i = (exp(G_i) (q_i H) + sum exp(G_i - G_j) (q_i . k_j) u_j) K^-0.5; closing: one FMA exp(G_63) H + product, so the decayed "
+    "state doesn't start the accumulator",
+    laws=("row", "split", "place", "shard", "repeat"),
+    backward="by chunk in FP32 without the forward's roundings, states recomputed, fixed order; of an initial state too",
+    launch="whole chunks in parallel around a scan of states; decode runs one row a sequence and closes on row 63 in the same launch",
+    providers=(
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward", defining=True
+        ),
+        Provider(
+            "triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            serves=_triton_serves, defining=True,
+        ),
+        Provider(
+            "fla", "recurrent", "cuda", f"{__name__}.rivals:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            needs=("fla.ops.gated_delta_rule",), defining=True,
+        ),
+    ),
+)  # fmt: skip
+
+
+class _GatedDelta(torch.autograd.Function):
+    """Training: (o, the state after each document's last whole chunk)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, rows: Rows, provider: Provider
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, log_decay, beta, *(() if initial is None else (initial,)))
+        ctx.rows, ctx.provider = rows, provider
+        ctx.set_materialize_grads(False)
+        return provider.function("forward")(q, k, v, log_decay, beta, initial, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> Any:
+        *operands, initial = (*ctx.saved_tensors, None)[:6]
+        if grad is None:
+            grad = torch.zeros_like(operands[2])
+        *grads, grad_initial = ctx.provider.function("backward")(grad, grad_final, *operands, initial, ctx.rows)
+        return *grads, None if initial is None else grad_initial, None, None
+
+
+def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor) -> None:
+    if q_RHK.shape != k_RHK.shape:
+        raise ValueError(f"gated_delta: q {tuple(q_RHK.shape)} and k {tuple(k_RHK.shape)} differ")
+    if v_RVE.shape[1] % k_RHK.shape[1]:
+        raise ValueError(f"gated_delta: {v_RVE.shape[1]} value heads are not a multiple of {k_RHK.shape[1]} key heads")
+    for name, gate in (("log_decay", log_decay_RV), ("beta", beta_RV)):
+        if gate.shape != v_RVE.shape[:2]:
+            raise ValueError(f"gated_delta: {name} {tuple(gate.shape)} for values of {tuple(v_RVE.shape)}")
+        if gate.dtype != torch.promote_types(q_RHK.dtype, torch.float32):
+            raise ValueError(f"gated_delta: {name} must be float32, got {gate.dtype}")
+
+
+@observed(CONTRACT)
+def gated_delta(
+    q_RHK: Tensor,
+    k_RHK: Tensor,
+    v_RVE: Tensor,
+    log_decay_RV: Tensor,
+    beta_RV: Tensor,
+    history: DeltaState | PackedDelta | None,
+    rows: Rows,
+    *,
+    program: Program,
+) -> Tensor:
+    """o_RVE in v's dtype. With a `DeltaState` (serving) its slots advance in place and nothing carries a gradient.
+
+    Without one (training) rows are whole documents, or parts cut on the 64-grid with `PackedDelta.initial_NVKE` before them.
+    ValueError for head counts, shapes or dtypes that don't fit.
+    """
+    if not isinstance(history, DeltaState):
+        initial = None if history is None else history.initial_NVKE
+        return gated_delta_states(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, rows, program=program)[0]
+    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
+    with torch.no_grad():
+        return _provider(q_RHK, v_RVE, program).function("serve")(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, history, rows)
+
+
+def gated_delta_states(
+    q_RHK: Tensor,
+    k_RHK: Tensor,
+    v_RVE: Tensor,
+    log_decay_RV: Tensor,
+    beta_RV: Tensor,
+    initial_NVKE: Tensor | None,
+    rows: Rows,
+    *,
+    program: Program,
+) -> tuple[Tensor, Tensor]:
+    """The seam of context parallelism: (o_RVE, final_NVKE in FP32), differentiable in all operands and the initial state.
+
+    A rank holds rows that begin at a multiple of 64 of each document; `initial_NVKE` (FP32, None: zero) is the state there, `final_NVKE`
+    the one after the document's last whole chunk here: the next rank's initial state where this part is a multiple of 64 rows long.
+    """
+    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
+    states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
+    if initial_NVKE is not None and initial_NVKE.shape != states:
+        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
+    return _GatedDelta.apply(
+        q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program)
+    )
+
+
+def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:
+    return CONTRACT.provider(program, (*q_RHK.shape[1:2], *v_RVE.shape[1:2], q_RHK.shape[2], v_RVE.shape[2]))

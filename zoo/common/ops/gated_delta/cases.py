@@ -1,0 +1,203 @@
+"""Cases of gated_delta: packed documents, and the same documents pushed through slots in any pieces and places."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.ops.cases import Case, Draw, Trial, repeat
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.testing import Args, Plan, assert_place_law, assert_row_law, assert_same_bytes, assert_shard_law, assert_split_law, split_plans
+
+OPERANDS = ("q_RHK", "k_RHK", "v_RVE", "log_decay_RV", "beta_RV")
+EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)
+
+
+@dataclass(frozen=True)
+class SlotPlace:
+    """Where sequences live: spare slots, their order, and what dead slots and dead rows hold."""
+
+    spare: int = 3
+    order: int = 0
+    fill: float = torch.nan
+
+
+PLACES = {
+    "slots in order": SlotPlace(0, 0, 0.0),
+    "dead rows of NaN": SlotPlace(),
+    "shuffled among infinities": SlotPlace(7, 1, torch.inf),
+    "reversed": SlotPlace(2, -1, -3e38),
+}
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    out = [0]
+    for length in lengths:
+        out.append(out[-1] + length)
+    return out
+
+
+def packed_rows(args: Args) -> Rows:
+    return Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args["q_RHK"].device))
+
+
+def run(t: Trial, args: Args) -> Any:
+    """The packed call, as training makes it."""
+    return t.op("gated_delta")(*(args[name] for name in OPERANDS), None, packed_rows(args), program=t.program)
+
+
+def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
+    """Memory at `place` with a slot assigned to each document; rows that nobody wrote hold `fill`."""
+    k, v, count = args["k_RHK"], args["v_RVE"], len(args["lengths"])
+    slots = 1 + count + place.spare
+    memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, v.device)
+    free = list(range(1, slots))
+    owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[:count]
+    for pool in memory.pools.values():
+        pool.fill_(place.fill)
+    memory.clear(owned)
+    for name, pool in memory.pools.items():
+        if "J" in name:  # stale rows of the slot's own live chunk may not matter either
+            pool.fill_(place.fill)
+    return memory, owned
+
+
+def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = False) -> dict[str, Any]:
+    """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (after every step too, if asked)."""
+    memory, owned = slots_for(args, place)
+    starts, device = starts_of(args["lengths"]), args["q_RHK"].device
+    out, pushed, seen = torch.full_like(args["v_RVE"], torch.nan), [0] * len(owned), {}
+    for step in plan:
+        live = [n for n, count in enumerate(step) if count]
+        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
+        index = torch.cat([torch.arange(starts[n] + pushed[n], starts[n] + pushed[n] + step[n]) for n in live]).to(device)
+        state = memory.view(torch.tensor([owned[n] for n in live], device=device))[0].state
+        out[index] = t.op("gated_delta")(*(args[name][index] for name in OPERANDS), state, rows, program=t.program)
+        for n in live:
+            pushed[n] += step[n]
+            if every_step:
+                seen[n, pushed[n]] = memory.written(owned[n], pushed[n])
+    assert pushed == list(args["lengths"]), f"the plan pushes {pushed} rows of {args['lengths']}"
+    cached = [memory.written(slot, length) for slot, length in zip(owned, args["lengths"])]
+    return {"out": out, "cached": cached, **({"seen": seen} if every_step else {})}
+
+
+class Documents:
+    """Units of whole documents: a row's own history comes along, its neighbours are other documents."""
+
+    def count(self, args: Args) -> int:
+        return len(args["lengths"])
+
+    def outputs(self, args: Args, index: Tensor) -> Tensor:
+        starts = starts_of(args["lengths"])
+        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
+
+    def take(self, args: Args, index: Tensor) -> Args:
+        rows = self.outputs(args, index).to(args["q_RHK"].device)
+        lengths = [args["lengths"][n] for n in index.tolist()]
+        return {**args, **{name: args[name].index_select(0, rows) for name in OPERANDS}, "lengths": lengths}
+
+    def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
+        rows = self.outputs(args, kept).to(args["q_RHK"].device)
+        return {**args, **{n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in OPERANDS}}
+
+
+def _row(t: Trial) -> None:
+    assert_row_law(t.call, t.args, Documents(), seed=t.seed)
+    # a document cut short keeps its rows
+    whole, lengths, starts = t.call(), t.args["lengths"], starts_of(t.args["lengths"])
+    cut = [max(1, length - 1 - length // 3) for length in lengths]
+    kept = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, cut)]).to(whole.device)
+    short = {**t.args, **{name: t.args[name].index_select(0, kept) for name in OPERANDS}, "lengths": cut}
+    assert_same_bytes(t.call(short), whole.index_select(0, kept), "row law: documents cut short")
+
+
+def _split(t: Trial) -> None:
+    plans = split_plans(t.args["lengths"], (16, CHUNK, 2 * CHUNK), t.seed)
+    assert_split_law(lambda plan: push(t, t.args, plan, SlotPlace()), plans)
+    assert_same_bytes(push(t, t.args, plans["whole"], SlotPlace())["out"], t.call(), "split law: slots against packed rows")
+    # the cached bytes at every token boundary: a row at a time, and in pieces that end at each of them
+    stepped = push(t, t.args, plans["a row at a time"], SlotPlace(), every_step=True)["seen"]
+    for name in ("at random", "in pieces of 7", "in pieces of 65"):
+        if name in plans:
+            seen = push(t, t.args, plans[name], SlotPlace(), every_step=True)["seen"]
+            assert_same_bytes(list(seen.values()), [stepped[at] for at in seen], f"split law: caches, {name} against a row at a time")
+
+
+def _place(t: Trial) -> None:
+    plan = split_plans(t.args["lengths"], (), t.seed)["at random"]
+    assert_place_law(lambda place: push(t, t.args, plan, place), PLACES)
+
+
+def _shard(t: Trial) -> None:
+    key_heads, repeat = t.args["q_RHK"].shape[1], t.args["v_RVE"].shape[1] // t.args["q_RHK"].shape[1]
+
+    def at_degree(degree: int) -> Any:
+        parts = []
+        for rank in range(degree):
+            keys = slice(rank * key_heads // degree, (rank + 1) * key_heads // degree)
+            values = slice(keys.start * repeat, keys.stop * repeat)
+            local = {name: t.args[name][:, values if "V" in name else keys].contiguous() for name in OPERANDS}
+            parts.append(t.call({**t.args, **local}))
+        return torch.cat(parts, 1)
+
+    assert_shard_law(at_degree, [d for d in range(1, key_heads + 1) if key_heads % d == 0])
+
+
+def _case(
+    name: str,
+    lengths: Sequence[int],
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    decay: float = 0.3,
+    laws: tuple[str, ...] = ("row", "split", "place", "shard", "repeat"),
+    device_sized: bool = False,
+) -> Case:
+    """`decay` scales -log_decay; 0: mixed heads, some that keep everything and some that forget at once, beta near 0 and near 1."""
+
+    def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
+        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        exact = torch.promote_types(dtype, torch.float32)
+        q, k = (draw.floats(rows, key_heads, key_dim, dtype=exact) for _ in range(2))
+        gate, beta = (draw.floats(rows, value_heads, dtype=exact) for _ in range(2))
+        if decay == 0:
+            head = torch.arange(value_heads, device=device) % 3
+            log_decay = -torch.exp(gate) * torch.tensor([1e-6, 0.3, 40.0], dtype=exact, device=device)[head]
+            beta = torch.sigmoid(beta * 12)
+        else:
+            log_decay, beta = -torch.exp(gate) * decay, torch.sigmoid(beta)
+        return {
+            "q_RHK": (q / q.norm(dim=-1, keepdim=True)).to(dtype),
+            "k_RHK": (k / k.norm(dim=-1, keepdim=True)).to(dtype),
+            "v_RVE": draw.floats(rows, value_heads, value_dim),
+            "log_decay_RV": log_decay,
+            "beta_RV": beta,
+            "lengths": list(lengths),
+        }
+
+    checks = {"row": _row, "split": _split, "place": _place, "shard": _shard, "repeat": repeat}
+    return Case(name, "gated_delta", make, run, {law: checks[law] for law in laws}, OPERANDS, device_sized)
+
+
+def cases(program: Program) -> list[Case]:
+    rough = [law for law in ("row", "place", "repeat")]
+    return [
+        _case("one row", [1], 1, 1, 16, 16),
+        _case("two chunks", [130, 3], 1, 2, 16, 16),
+        _case("extreme gates", [66, 1, 64], 2, 6, 16, 32, decay=0, laws=("row", "split", "place", "shard", "repeat")),
+        _case("edges", EDGES, 1, 1, 32, 16, laws=tuple(rough)),
+        _case("heads of 128", [65, 2], 1, 2, 128, 128, decay=0.05, laws=("row", "place", "shard", "repeat")),
+        _case("qwen3.5-35b-a3b, edges", [*EDGES, 593, 1000], 16, 32, 128, 128, 0.05, ("row", "place", "shard", "repeat"), True),
+        _case("qwen3.5-35b-a3b, a row at a time", [200, 129], 16, 32, 128, 128, 0, ("split",), True),
+        _case("qwen3.5-4b, a row at a time", [593, 64], 16, 32, 128, 128, 0.05, ("split",), True),
+        _case("qwen3.5-35b-a3b, 4096", [4096], 16, 32, 128, 128, 0.05, ("shard", "repeat"), True),
+    ]

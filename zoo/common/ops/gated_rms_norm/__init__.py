@@ -1,0 +1,46 @@
+"""gated_rms_norm: a head's RMS norm times silu of its gate, one rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="gated_rms_norm",
+    version=1,
+    shapes="x_RVE, gate_RVE (heads may be strided), weight_E -> [R, V, E] in x's dtype",
+    rounds="once, from FP32, at the store",
+    adds="squares as rms_norm does; ((x * rsqrt) * weight) * (gate / (1 + exp(-gate))), products rounded one by one in FP32",
+    laws=("row", "place", "shard", "repeat"),
+    backward="closed form in FP32; the weight's gradient adds rows and heads in FP32",
+    launch="the same everywhere",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:gated_rms_norm", f"{__name__}.reference:gated_rms_norm_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:gated_rms_norm", f"{__name__}.reference:gated_rms_norm_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.provider = eps, provider
+        return provider.function("forward")(x, gate, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.eps), None, None
+
+
+@observed(CONTRACT)
+def gated_rms_norm(x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float, *, program: Program) -> Tensor:
+    """rms_norm(x) * silu(gate) over the last dim. ValueError if the shapes disagree."""
+    if x_RVE.shape != gate_RVE.shape or weight_E.shape != x_RVE.shape[-1:]:
+        raise ValueError(f"gated_rms_norm: x {tuple(x_RVE.shape)}, gate {tuple(gate_RVE.shape)}, weight {tuple(weight_E.shape)} disagree")
+    return _GatedRMSNorm.apply(x_RVE, gate_RVE, weight_E, eps, CONTRACT.provider(program))

@@ -1,0 +1,46 @@
+"""output_gate: rows times the sigmoid of a gate, per column or one gate a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="output_gate",
+    version=1,
+    shapes="x [R, H, E], gate [R, H, E] (heads may be strided) or x [R, D], gate [R, 1] -> like x, contiguous",
+    rounds="once, from FP32, at the store",
+    adds="x * (1 / (1 + exp(-gate))) in FP32",
+    laws=("row", "place", "repeat"),
+    backward="closed form in FP32, one rounding; a row's one gate adds its columns in FP32",
+    launch="the same everywhere",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:output_gate", f"{__name__}.reference:output_gate_backward", defining=True),
+        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:output_gate", f"{__name__}.reference:output_gate_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _OutputGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.provider = provider
+        return provider.function("forward")(x, gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors), None
+
+
+@observed(CONTRACT)
+def output_gate(x: Tensor, gate: Tensor, *, program: Program) -> Tensor:
+    """x * sigmoid(gate). ValueError unless the gate has x's shape or one column a row."""
+    if gate.shape not in (x.shape, (x.shape[0], 1)):
+        raise ValueError(f"output_gate: rows {tuple(x.shape)}, gate {tuple(gate.shape)}")
+    return _OutputGate.apply(x, gate, CONTRACT.provider(program))

@@ -1,0 +1,311 @@
+"""The five rungs. Each row compares one way of running the model with the trainer's packed batch, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.verify import live, ways
+from zoo.verify.subject import Settings, Subject
+from zoo.verify.tally import Row, Spot, Tally, emptiness, shared_pattern
+from zoo.verify.trace import Divergence, Run, Tap, first_divergence
+from zoo.verify.ways import Seen
+
+RUNGS = {
+    1: "the same program twice",
+    2: "other batch shapes and launches",
+    3: "training against prefill, decode and graph",
+    4: "live sampling, scored by the trainer in another process",
+    5: "optimizer steps, then rungs 3 and 4 again",
+}
+SILENT = Tap()
+Way = Callable[[Tap], Iterator[Seen]]
+
+
+@dataclass
+class Result:
+    """What a climb found; `to_dict` is the JSON file of `zoo verify --json`."""
+
+    arch: str
+    device: str
+    fingerprint: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    not_run: list[dict[str, Any]] = field(default_factory=list)
+    first_divergence: dict[str, Any] | None = None
+    divergence: Divergence | None = None
+    names: tuple[str, str] = ("", "")
+    heat: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "arch": self.arch,
+            "device": self.device,
+            "fingerprint": self.fingerprint,
+            "rungs": [row.to_dict() for row in self.rows],
+            "not_run": self.not_run,
+            "first_divergence": self.first_divergence,
+        }
+
+
+class Ladder:
+    """Climbs with one subject. `say` is told what is going on; `wrote` gets each finished row."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        settings: Settings,
+        say: Callable[[str], None] = lambda text: None,
+        wrote: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        self.subject, self.settings, self.say, self.wrote = subject, settings, say, wrote
+        subject.draw(settings.lengths)
+        fingerprint = subject.trainer.fingerprint()
+        fingerprint.check(subject.server.fingerprint())
+        self.result = Result(subject.arch, str(subject.device), fingerprint.to_dict())
+
+    def climb(self, rungs: tuple[int, ...]) -> Result:
+        if 1 in rungs:
+            self._repeat()
+        if 2 in rungs:
+            self._launches()
+        if 3 in rungs:
+            self._engines(3, self.settings, "")
+        if {4, 5} & set(rungs):
+            with live.Scorer(self.subject) as scorer:
+                if 4 in rungs:
+                    self._live(4, self.settings, scorer, "")
+                if 5 in rungs:
+                    self._steps(scorer)
+        return self.result
+
+    @property
+    def documents(self) -> list[int]:
+        return list(range(len(self.subject.documents)))
+
+    def short(self) -> list[int]:
+        """The documents that take a backward pass: the shortest ones that fit the settings' rows, at least one."""
+        chosen, rows = [], 0
+        for d in sorted(self.documents, key=self.subject.length):
+            rows += self.subject.length(d)
+            if chosen and rows > self.settings.backward_rows:
+                break
+            chosen.append(d)
+        return sorted(chosen)
+
+    def _reference(self) -> tuple[dict[int, Seen], str | None]:
+        """The trainer's packed batch, and why it would prove nothing."""
+        seen = {s.document: s for s in ways.train(self.subject, SILENT, self.documents)}
+        entropy = torch.cat([s.entropy_T for s in seen.values() if s.entropy_T is not None])
+        empty = emptiness(torch.cat([s.log_prob_T for s in seen.values()]), entropy, self.subject.vocabulary)
+        return seen, empty or shared_pattern(max(seen.values(), key=lambda s: s.log_prob_T.shape[0]).state)
+
+    def _add(self, row: Row, tally: Tally) -> None:
+        self.result.rows.append(row)
+        for place, count in tally.heat.items():
+            self.result.heat[place] = self.result.heat.get(place, 0) + count
+        self.wrote(row)
+
+    def _compare(self, rung: int, what: str, reference: dict[int, Seen], empty: str | None, way: Way, model: nn.Module) -> None:
+        """One row: everything that a way shows, against the reference."""
+        self.say(what)
+        tally = Tally()
+        for seen in way(SILENT):
+            tally.seen(reference[seen.document], seen)
+        self._add(tally.row(rung, what, empty), tally)
+        if tally.spot is not None and self.result.first_divergence is None:
+            self.result.names = ("training, packed", what)
+            self._name(tally.spot, way, model)
+
+    def _name(self, spot: Spot, way: Way, model: nn.Module) -> None:
+        """Traces both runs to the first op that differs."""
+        self.say("tracing the first divergence")
+        documents = self.documents
+
+        def training(tap: Tap) -> None:
+            ways.exhaust(ways.train(self.subject, tap, documents))
+
+        def other(tap: Tap) -> None:
+            ways.exhaust(way(tap))
+
+        runs: tuple[tuple[nn.Module, Run], tuple[nn.Module, Run]] = ((self.subject.trainer, training), (model, other))
+        found = first_divergence(*runs, sequence=spot.document)
+        self.result.divergence = found
+        if found is not None:
+            self.result.first_divergence = found.to_dict()
+        else:  # no op call that both runs show differs: the bytes changed in memory, or inside a graph's replay
+            layer = "head" if spot.name in ("log_prob", "entropy") else spot.name
+            self._place(layer, "none seen by the trace", spot)
+
+    def _place(self, layer: str, op: str, spot: Spot) -> None:
+        if self.result.first_divergence is None:
+            self.result.first_divergence = {
+                "layer": layer,
+                "op": op,
+                "sequence": spot.document,
+                "position": spot.position,
+                "elements": spot.elements,
+                "ulp": spot.ulp,
+            }
+
+    def _repeat(self) -> None:
+        """Rung 1: forward and backward twice."""
+        reference, empty = self._reference()
+
+        def again(tap: Tap) -> Iterator[Seen]:
+            return ways.train(self.subject, tap, self.documents)
+
+        self._compare(1, "training forward, twice", reference, empty, again, self.subject.trainer)
+        self.say("backward, twice")
+        first, second = self._gradients(), self._gradients()
+        tally = Tally()
+        for name, gradient in first.items():
+            tally.bytes(gradient.flatten(), second[name].flatten(), name)
+            if tally.spot is not None:
+                self._place(name, "gradient", tally.spot)
+        tally.heat.clear()
+        zeros = [name for name, gradient in first.items() if not gradient.any() or not gradient.isfinite().all()]
+        why = f"the gradients of {', '.join(zeros[:3])} are zero or not finite" if zeros else empty
+        self._add(tally.row(1, "every parameter's gradient, twice", why), tally)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Gradients of a weighted sum of log-probabilities, moved out of the parameters."""
+        subject, trainer, documents = self.subject, self.subject.trainer, self.short()
+        ids, targets = (torch.cat([of(d) for d in documents]) for of in (subject.ids, subject.targets))
+        cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
+        trainer.zero_grad(set_to_none=True)
+        weight = torch.linspace(0.5, 1.5, ids.shape[0], device=subject.device)
+        (trainer.score(ids, cu_seqlens, targets) * weight).sum().backward()
+        out = {}
+        for name, parameter in trainer.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            out[name], parameter.grad = parameter.grad, None
+        return out
+
+    def _launches(self) -> None:
+        """Rung 2: batch shapes and autograd modes of the trainer."""
+        subject, everything, short = self.subject, self.documents, self.short()
+        reference, empty = self._reference()
+
+        def alone(tap: Tap) -> Iterator[Seen]:
+            for d in everything:
+                yield from ways.train(subject, tap, [d])
+
+        def trainer(documents: list[int], **mode: bool) -> Way:
+            return lambda tap: ways.train(subject, tap, documents, **mode)
+
+        middle = everything[len(everything) // 2 :] + everything[: len(everything) // 2]
+        plans: list[tuple[str, Way]] = [
+            ("each document alone against packed", alone),
+            ("packed in reverse order", trainer(everything[::-1])),
+            ("packed in another order, twice the documents", trainer(middle + everything[::-1])),
+            ("with autograd against without", trainer(short, grad=True)),
+            ("gradient checkpointing", trainer(short, checkpointed=True)),
+            ("eval mode", trainer(everything, evaluate=True)),
+            ("after a backward pass", trainer(short, backward_first=True)),
+            ("fresh memory full of NaN", trainer(everything, poisoned=True)),
+        ]
+        for what, way in plans:
+            self._compare(2, what, reference, empty, way, subject.trainer)
+
+    def _engines(self, rung: int, settings: Settings, prefix: str) -> None:
+        """Rung 3: serving against training, log-probabilities and every cached byte after every push."""
+        subject, documents = self.subject, self.documents
+        reference, empty = self._reference()
+        own = subject.server.new_memory(2).page_size
+
+        def prefill(page_size: int | None, chunked: bool, seed: int) -> Way:
+            return lambda tap: ways.prefill(subject, tap, documents, page_size=page_size, chunked=chunked, seed=seed)
+
+        def decode(tap: Tap) -> Iterator[Seen]:
+            return ways.decode(subject, tap, documents, tail=settings.tail)
+
+        plans: list[tuple[str, Way]] = [(f"training against prefill (pages of {own})", prefill(None, False, 1))]
+        for i, page_size in enumerate((own, *settings.page_sizes)):
+            plans.append((f"prefill in odd chunks (shuffled pages of {page_size}, dead pages NaN)", prefill(page_size, True, 2 + i)))
+        last = "every token" if settings.tail is None else f"the last {settings.tail} tokens"
+        plans.append((f"eager decode of {last}", decode))
+        for what, way in plans:
+            self._compare(rung, prefix + what, reference, empty, way, subject.server)
+        for batch in settings.graph_batches:
+            what = f"{prefix}decode by CUDA graph at batch {batch}"
+            if subject.device.type != "cuda":
+                self.not_run(rung, what, "CUDA graphs need a GPU")
+                continue
+            self._compare(rung, what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
+
+    def _graph(self, batch: int, steps: int) -> Way:
+        return lambda tap: ways.graph(self.subject, tap, self.documents, batch=batch, steps=steps)
+
+    def not_run(self, rung: int, what: str, reason: str) -> None:
+        self.result.not_run.append({"rung": rung, "what": what, "reason": reason})
+
+    def _live(self, rung: int, settings: Settings, scorer: live.Scorer, prefix: str) -> None:
+        """Rung 4: the embedded engine samples, another process scores what it wrote down."""
+        self.say(f"{prefix}live sampling")
+        records = live.sample(self.subject, settings)
+        self.say(f"{prefix}scoring in another process")
+        scored = scorer.score(records)
+        for what, tally, empty in live.compare(records, scored, self.subject.vocabulary):
+            self._add(tally.row(rung, prefix + what, empty), tally)
+            if tally.spot is not None and self.result.first_divergence is None:
+                self._name_live(records, tally.spot)
+
+    def _name_live(self, records: live.Records, spot: Spot) -> None:
+        """Pushes the sampled tokens through training and decode once more, under the trace."""
+        documents = self.subject.documents
+        self.subject.documents = [torch.tensor(tokens, device=self.subject.device) for tokens in records.sequences()]
+        self.result.names = ("training, packed", "decode of the sampled tokens")
+        try:
+            self._name(spot, lambda tap: ways.decode(self.subject, tap, self.documents, tail=None), self.subject.server)
+        finally:
+            self.subject.documents = documents
+
+    def _steps(self, scorer: live.Scorer) -> None:
+        """Rung 5: optimizer steps on fixed data, the weights pushed into the server, rungs 3 and 4 again."""
+        subject, settings = self.subject, self.settings.again()
+        trainer = subject.trainer
+        optimizers: list[tuple[str, torch.optim.Optimizer]] = [
+            # BF16 weights round away small updates: steps this large change most of them
+            ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=1e-3, foreach=False)),
+            ("SGD", torch.optim.SGD(trainer.parameters(), lr=1e-2, foreach=False)),
+        ]
+        documents = self.short()
+        ids = torch.cat([subject.ids(d) for d in documents])
+        cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
+        for step in range(settings.steps):
+            name, optimizer = optimizers[step % 2]
+            prefix = f"after step {step + 1} ({name}): "
+            self.say(f"{prefix}backward, update, push")
+            before = trainer.weights_version
+            loss = trainer(ids, cu_seqlens=cu_seqlens, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            trainer.zero_grad(set_to_none=True)
+            tally = self._push(f"step {step + 1}")
+            stuck = "the step changed no weight" if trainer.weights_version == before else None
+            self._add(tally.row(5, f"{prefix}the server's weights", stuck), tally)
+            subject.trainer.fingerprint().check(subject.server.fingerprint())
+            self._engines(5, settings, prefix)
+            self._live(5, settings, scorer, prefix)
+
+    def _push(self, label: str) -> Tally:
+        """Published tensors of the trainer into the server, and a comparison of every byte of them."""
+        mine, theirs = (dict(m.named_parameters()) for m in (self.subject.trainer, self.subject.server))
+        pieces = list(self.subject.trainer.table_of().pieces())
+        published = ((piece.published, piece.of(mine[entry.ours]).detach()) for entry, piece in pieces)
+        self.subject.server.load_weights(published, label)
+        tally = Tally()
+        for entry, piece in pieces:
+            tally.bytes(*(piece.of(side[entry.ours]).detach().flatten() for side in (mine, theirs)), piece.published)
+            if tally.spot is not None:
+                self._place(piece.published, "load_weights", tally.spot)
+        tally.heat.clear()
+        return tally

@@ -1,0 +1,108 @@
+"""Scores a rollout's record with the trainer, in a process of its own: `python -m zoo.verify.score records.json`.
+
+A record holds where the weights are ("source": {"checkpoint": path} or {"config": config.json's fields, "seed": n}), the device, the
+sampler's fingerprint, and the completions. The trainer is loaded, its fingerprint must agree, and every sampled token is scored under
+the parameters that it was drawn with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.common.fingerprint import Fingerprint
+from zoo.common.sampling import SamplingParams
+from zoo.common.training import ForRL
+from zoo.verify.subject import load
+
+SCORES = ("log_prob", "filtered_log_prob")
+
+
+@torch.no_grad()
+def score(model: ForRL, records: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """FP32 log-probabilities of every completion's tokens: after the temperature, and after the filters too.
+
+    ValueError with the differing lines if the fingerprints do not agree.
+    """
+    Fingerprint.from_dict(records["fingerprint"]).check(model.fingerprint())
+    device = next(model.parameters()).device
+    completions = records["completions"]
+    params = [SamplingParams.from_dict(c["params"]) for c in completions]
+    plain = [replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in params]
+    lengths = [len(c["prompt"]) + len(c["output"]) for c in completions]
+    ids = torch.tensor([token for c in completions for token in (*c["prompt"], *c["output"])], device=device)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    out = {}
+    for name, sampling in zip(SCORES, (plain, params), strict=True):
+        scored = model.score(ids, cu_seqlens, sampling=sampling).tolist()
+        # the token at position p is scored by the row before it; a document's last row scores nothing
+        spans = [(end - len(c["output"]) - 1, end - 1) for end, c in zip(ends, completions, strict=True)]
+        out[name] = [scored[begin:end] for begin, end in spans]
+    return out
+
+
+class _Models:
+    """The last model loaded: a climb scores several records of the same weights."""
+
+    def __init__(self) -> None:
+        self.key, self.model = "", None
+
+    def of(self, records: dict[str, Any]) -> ForRL:
+        key = json.dumps([records["source"], records["device"], records["fingerprint"]["weights"]])
+        if key != self.key or self.model is None:
+            self.model = None  # frees the old weights first
+            self.model = load(records["source"], "rl", records["device"])
+            self.key = key
+        return self.model
+
+
+def score_file(path: Path, out: Path, models: _Models) -> None:
+    """Writes {"scores": ...}, or {"refused": a sentence}."""
+    records = json.loads(path.read_text())
+    try:
+        answer: dict[str, Any] = {"scores": score(models.of(records), records)}
+    except ValueError as error:
+        answer = {"refused": str(error)}
+    out.write_text(json.dumps(answer))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m zoo.verify.score", description="Score recorded rollouts with the trainer.")
+    parser.add_argument("records", nargs="?", type=Path, help="a records file; without one, pairs of paths are read from standard input")
+    parser.add_argument("--out", type=Path, help="write the scores here")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    models = _Models()
+    if given.records is None:
+        for line in sys.stdin:
+            source, out = line.rstrip("\n").split("\t")
+            score_file(Path(source), Path(out), models)
+            print("done", flush=True)
+        return 0
+    from zoo.verify.live import Records, compare
+
+    records = Records.read(given.records)
+    try:
+        scores = score(models.of(records.fields), records.fields)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.out:
+        given.out.write_text(json.dumps({"scores": scores}))
+    rows = [tally.row(4, what, empty) for what, tally, empty in compare(records, scores, models.of(records.fields).config.vocabulary)]
+    for row in rows:
+        print(f"{row.what}: {row.compared} compared, {row.differing} bytes differ, K3 {row.k3:.3g}")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

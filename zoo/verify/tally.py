@@ -1,0 +1,147 @@
+"""Counting: differing bytes first, K3 beside them, and whether there was anything to compare at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.testing import as_integers, ulp_distance
+from zoo.verify.ways import Seen
+
+CERTAIN = -1e-3  # a log-probability above this says nothing about the arithmetic
+UNIFORM = 0.99  # of ln V: entropy above it means that the logits are all alike
+SHARED = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ladder's table. compared counts entries, compared_bytes and differing count bytes."""
+
+    rung: int
+    what: str
+    compared: int
+    compared_bytes: int
+    differing: int
+    k3: float | None
+    ok: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where bytes were first seen to differ: log-probabilities ("log_prob") or a cached tensor, of one document's position."""
+
+    name: str
+    document: int
+    position: int
+    elements: int
+    ulp: int
+
+
+@dataclass
+class Tally:
+    """Adds up comparisons of one row of the table. heat: differing bytes by (layer or "log-prob", position)."""
+
+    compared: int = 0
+    compared_bytes: int = 0
+    differing: int = 0
+    k3: float | None = None
+    spot: Spot | None = None
+    heat: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def log_probs(self, trainer_T: Tensor, other_T: Tensor, document: int, begin: int) -> None:
+        self.bytes(trainer_T, other_T, "log_prob", document, begin)
+        k3 = k3_of(trainer_T, other_T)
+        self.k3 = k3 if self.k3 is None or not k3 <= self.k3 else self.k3
+
+    def bytes(self, a_T: Tensor, b_T: Tensor, name: str, document: int = 0, begin: int = 0) -> None:
+        """Entries of dim 0 are positions from `begin` on. An entry that is not finite in a counts as structural unless b differs."""
+        if a_T.shape != b_T.shape or a_T.dtype != b_T.dtype:
+            raise ValueError(f"{name}: {a_T.dtype} {list(a_T.shape)} against {b_T.dtype} {list(b_T.shape)}")
+        finite = int(a_T.isfinite().sum()) if a_T.is_floating_point() else a_T.numel()
+        self.compared += finite
+        self.compared_bytes += finite * a_T.element_size()
+        x, y = (as_integers(t) for t in (a_T, b_T))
+        if torch.equal(x, y):
+            return
+        rows = (x.view(torch.uint8) != y.view(torch.uint8)).flatten(1) if x.dim() > 1 else _byte_rows(x, y)
+        per_row = rows.sum(1)
+        self.differing += int(per_row.sum())
+        layer = "log-prob" if name == "log_prob" else name.rsplit(".", 1)[-1]
+        where = per_row.nonzero()[:, 0].tolist()
+        for i in where:
+            place = (layer, begin + i)
+            self.heat[place] = self.heat.get(place, 0) + int(per_row[i])
+        if self.spot is None and where:
+            i = where[0]
+            elements = int((x[i] != y[i]).sum())
+            ulp = int(ulp_distance(a_T[i : i + 1], b_T[i : i + 1]).max()) if a_T.is_floating_point() else -1
+            self.spot = Spot(name, document, begin + i, elements, ulp)
+
+    def seen(self, reference: Seen, other: Seen, *, newest: int | None = None) -> None:
+        """What a way showed against the trainer's whole document: its new log-probabilities and every byte cached so far.
+
+        With entropies on both sides these are compared too. `newest`: only that many of the last cached positions.
+        """
+        end = other.begin + other.log_prob_T.shape[0]
+        self.log_probs(reference.log_prob_T[other.begin : end], other.log_prob_T, other.document, other.begin)
+        if reference.entropy_T is not None and other.entropy_T is not None:
+            self.bytes(reference.entropy_T[other.begin : end], other.entropy_T, "entropy", other.document, other.begin)
+        if set(reference.state) != set(other.state):
+            raise ValueError(f"cached tensors {sorted(reference.state)} against {sorted(other.state)}")
+        first = 0 if newest is None else max(0, end - newest)
+        for name, cached in other.state.items():
+            self.bytes(reference.state[name][first:end], cached[first:end], name, other.document, first)
+
+    def row(self, rung: int, what: str, empty: str | None = None) -> Row:
+        nothing = empty or (None if self.compared else "nothing was compared")
+        text = what if nothing is None else f"{what} (empty: {nothing})"
+        return Row(rung, text, self.compared, self.compared_bytes, self.differing, self.k3, not self.differing and nothing is None)
+
+
+def _byte_rows(x: Tensor, y: Tensor) -> Tensor:
+    width = x.element_size()
+    return (x.view(torch.uint8) != y.view(torch.uint8)).view(-1, width)
+
+
+def k3_of(trainer: Tensor, sampler: Tensor) -> float:
+    """The largest expm1(d) - d over the entries, d = trainer - sampler in FP64."""
+    d = trainer.double() - sampler.double()
+    d = torch.where(trainer == sampler, 0.0, d)  # two equal infinities are no difference
+    return float((torch.expm1(d) - d).max()) if d.numel() else 0.0
+
+
+def emptiness(log_prob: Tensor, entropy: Tensor | None, vocabulary: int) -> str | None:
+    """Why these log-probabilities prove nothing, or None."""
+    log_prob = log_prob[log_prob.isfinite()]
+    count = log_prob.numel()
+    if count == 0:
+        return "no finite log-probability"
+    shared = int(torch.unique(as_integers(log_prob), return_counts=True)[1].max())
+    if count > 2 and shared > SHARED * count:
+        return f"{shared} of {count} log-probabilities share one bit pattern"
+    certain = int((log_prob > CERTAIN).sum())
+    if certain > SHARED * count:
+        return f"{certain} of {count} log-probabilities exceed {CERTAIN:g}"
+    if entropy is not None:
+        mean, most = float(entropy.double().mean()), math.log(vocabulary)
+        if mean > UNIFORM * most:
+            return f"mean entropy {mean:.4f} exceeds {UNIFORM} ln V = {UNIFORM * most:.4f}"
+    return None
+
+
+def shared_pattern(state: dict[str, Tensor]) -> str | None:
+    """Whether more than half of a cached tensor's entries share one bit pattern: zeros, or one constant."""
+    for name, tensor in state.items():
+        bits = as_integers(tensor).flatten()[: 1 << 20]
+        if bits.numel() > 2:
+            count = int(torch.unique(bits, return_counts=True)[1].max())
+            if count > SHARED * bits.numel():
+                return f"{count} of {bits.numel()} entries of {name} share one bit pattern"
+    return None
