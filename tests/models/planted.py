@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.layers import RMSNorm
+from zoo.common.layers import Linear, RMSNorm
 from zoo.common.memory import KeyValues, PagedKeyValues, PagedMemory
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
@@ -65,24 +65,24 @@ def late_rope_table(server: Qwen3ForServing) -> None:
 
 
 def other_k_parts(server: Qwen3ForServing) -> None:
-    """The server adds K in two halves in the second layer's output projection."""
-    server.model.layers[1].attention.out.k_parts = 2
+    """The server adds K in two halves in the second layer's projections."""
+    for module in server.model.layers[1].modules():
+        if isinstance(module, Linear):
+            module.k_parts = 2
 
 
-class TwiceRounded(nn.Module):
+class TwiceRounded(RMSNorm):
     """A norm whose residual sum is rounded to FP16 before it is rounded to BF16."""
 
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, residual_RD: Tensor, branch_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, residual_RD: Tensor, branch_RD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert branch_RD is not None
         total = (residual_RD.float() + branch_RD.float()).to(torch.float16).to(residual_RD.dtype)
-        return self.norm(total)
+        return super().forward(total)
 
 
 def twice_rounded_residual(server: Qwen3ForServing) -> None:
-    server.model.layers[1].post_norm = TwiceRounded(server.model.layers[1].post_norm)
+    """The second layer's residual sum is rounded once more on its way."""
+    server.model.layers[1].post_norm.__class__ = TwiceRounded
 
 
 STALE = (1, 64)  # layer and position whose slot is not written

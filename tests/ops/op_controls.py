@@ -230,6 +230,18 @@ def unfiltered_replay(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Any
     return ops.log_prob(hidden, weight, targets, program=program, inverse_temperature_R=rows.inverse_temperature_R).log_prob_R
 
 
+def whole_pool(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Any, *args: Any, **names: Any) -> Tensor:
+    """Place: multiplies every slot's rows by a mask, so that a dead slot counts as 0 times what it holds."""
+    out = ops.gated_delta(q, k, v, log_decay, beta, state, *args, **names)
+    return out if state is None else out + 0 * state.v_SVJE.float().sum().to(out.dtype)
+
+
+def whole_carry(x: Tensor, weight: Tensor, history: Any, *args: Any, **names: Any) -> Tensor:
+    """Place: the same fault in the convolution's carried rows."""
+    out = ops.causal_conv(x, weight, history, *args, **names)
+    return out + 0 * history.rows_SWC.float().sum().to(out.dtype) if hasattr(history, "rows_SWC") else out
+
+
 Tiles = Callable[[Tensor, KeyValues, int, int], list[int]]
 
 
@@ -307,6 +319,10 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("log_prob", "row"): [{"log_prob": plain_log_prob}],
     ("log_prob", "fusion"): [{"log_prob": groups_of_128}, {"logits": plain_logits}],
     ("log_prob", "shard"): [{"logits": plain_logits}],
+    ("causal_conv", "place"): [{"causal_conv": whole_carry}],
+    ("gated_delta", "place"): [{"gated_delta": whole_pool}],
+    ("norm_rope", "place"): [{"norm_rope": unviewed_norm_rope}],
+    ("sample", "place"): [{"logits": from_storage_start(ops.logits)}],
     ("norm_rope", "row"): [{"norm_rope": relative_norm_rope}],
     ("norm_rope", "fusion"): [{"norm_rope": unrounded_norm_rope}],
     ("rms_norm", "row"): [{"rms_norm": torch_sum_norm}, {"rms_norm": batch_scaled(ops.rms_norm)}],
@@ -323,6 +339,6 @@ MAIN = {name: getattr(ops, name) for name in ops.CONTRACTS if hasattr(ops, name)
 MAIN["sample"] = sample
 for _name, _op in MAIN.items():
     FAULTS[_name, "repeat"] = [{_name: jittered(_op)}]
-    if _name != "attention":
-        FAULTS[_name, "place"] = [{_name: unviewed_norm_rope if _name == "norm_rope" else from_storage_start(_op)}]
-FAULTS["sample", "place"] = [{"logits": from_storage_start(ops.logits)}]
+    FAULTS.setdefault((_name, "place"), [{_name: from_storage_start(_op)}])
+    for _law in ("row", "column", "split", "shard"):  # an op with nothing finer: a scale over the whole call
+        FAULTS.setdefault((_name, _law), [{_name: batch_scaled(_op)}])

@@ -63,12 +63,12 @@ def _add_rms_norm(
 
 def _norm_rope(
     qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
-    eps: float, program: Program, zero_centred: bool = False,
+    eps: float, program: Program, query_width: int | None = None, zero_centred: bool = False,
 ) -> Any:  # fmt: skip
     width = q_weight_E.shape[0]
-    shape, offset = (heads, kv_heads, width), float(zero_centred)
+    shape, offset = norm_rope_reference.Heads(heads, kv_heads, width, query_width or width), float(zero_centred)
     q, k = norm_rope_reference.norm_rope(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, offset)
-    return q, k, qkv_RC[:, (heads + kv_heads) * width :].unflatten(1, (kv_heads, width))
+    return q, k, norm_rope_reference.split_heads(qkv_RC, shape)[2]
 
 
 def _attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
@@ -126,10 +126,14 @@ def _rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) ->
 
 def _norm_rotate(
     qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
-    eps: float, program: Program, zero_centred: bool = False,
+    eps: float, program: Program, query_width: int | None = None, zero_centred: bool = False,
 ) -> Any:  # fmt: skip
-    q, k, v = qkv_RC.unflatten(1, (-1, q_weight_E.shape[0])).split((heads, kv_heads, kv_heads), 1)
-    q, k = (_norm(x, w, eps, program=program, zero_centred=zero_centred) for x, w in ((q, q_weight_E), (k, k_weight_E)))
+    width = q_weight_E.shape[0]
+    columns = qkv_RC.split([heads * (query_width or width), kv_heads * width, kv_heads * width], 1)
+    q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(columns, (heads, kv_heads, kv_heads), strict=True))
+    q, k = (
+        _norm(x[..., :width], w, eps, program=program, zero_centred=zero_centred) for x, w in ((q, q_weight_E), (k, k_weight_E))
+    )
     return *(_rotate(x, table_PC2, positions_R, program=program) for x in (q, k)), v
 
 

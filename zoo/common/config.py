@@ -69,6 +69,23 @@ class FieldReader:
             raise ValueError(f"{self.family}: rope_theta must be a number above 0, it is {theta!r}")
         return float(theta)
 
+    def partial_rope(self, head_dim: int) -> tuple[float, int]:
+        """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
+        parameters = dict(self.raw("rope_parameters", None) or {})
+        flat = {n: self.raw(n, None) for n in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
+        kind = parameters.get("rope_type", "default")
+        if kind != "default" or flat["rope_scaling"] is not None:
+            raise ValueError(f"{self.family}: rope type {flat['rope_scaling'] or kind!r} is not supported, only 'default'")
+        theta = parameters.get("rope_theta", flat["rope_theta"])
+        part = parameters.get("partial_rotary_factor", flat["partial_rotary_factor"])
+        for name, value in (("rope_theta", theta), ("partial_rotary_factor", part)):
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
+        rotated = int(head_dim * part)
+        if rotated % 2 or rotated > head_dim:
+            raise ValueError(f"{self.family}: partial_rotary_factor {part} of head_dim {head_dim} is not an even part of a head")
+        return float(theta), rotated
+
     def finish(self) -> None:
         unknown = sorted(set(self.fields) - self.seen)
         if unknown:

@@ -73,8 +73,8 @@ class DeltaSnapshot:
 class DeltaLayer:
     """What one layer reads and writes of its sequences."""
 
-    state: DeltaState
-    carry: ConvCarry
+    state: DeltaState | PackedDelta
+    carry: ConvCarry | PackedDelta
 
 
 class DeltaMemory:

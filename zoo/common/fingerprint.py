@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.common import layers
+from zoo.common import layers, qualification
 from zoo.common.checkpoint import Entry, Piece, WeightTable
 from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
@@ -110,10 +110,8 @@ def realisation(module: nn.Module, program: Program) -> dict[str, str]:
         elif isinstance(part, layers.Experts):
             count, hidden, inner = part.down.shape
             chosen.add(("experts", (count, hidden, inner)))
-    defining = True
     for op, shape in sorted(chosen):
         provider = CONTRACTS[op].provider(program, shape)
-        defining &= provider.defining
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
     for op, contract in sorted(CONTRACTS.items()):
         members = [
@@ -124,5 +122,5 @@ def realisation(module: nn.Module, program: Program) -> dict[str, str]:
         out.setdefault(op, " or ".join(members) or "none")
     out["layout"] = "one device"
     # without a stored qualification every class runs its defining provider
-    out["qualification"] = "unqualified" if defining else "qualified"
+    out["qualification"] = qualification.state(chosen, program.device)
     return out

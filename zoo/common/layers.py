@@ -78,14 +78,17 @@ class RotaryTable(nn.Module):
 class HeadNormRope(nn.Module):
     """Splits fused rows into query, key and value heads; norms and rotates queries and keys. Weights q [E] and k [E]."""
 
-    def __init__(self, heads: int, kv_heads: int, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
+    def __init__(
+        self, heads: int, kv_heads: int, width: int, eps: float, program: Program, *, query_width: int | None = None, zero_centred: bool = False
+    ) -> None:
         super().__init__()
         self.q = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
         self.k = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
-        self.heads, self.kv_heads, self.eps, self.program, self.zero_centred = heads, kv_heads, eps, program, zero_centred
+        self.heads, self.kv_heads, self.query_width, self.eps = heads, kv_heads, query_width, eps
+        self.program, self.zero_centred = program, zero_centred
 
     def forward(self, qkv_RC: Tensor, rotary: RotaryTable, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.norm_rope(
             qkv_RC, self.q, self.k, rotary.table_PC2, positions_R, heads=self.heads, kv_heads=self.kv_heads, eps=self.eps,
-            program=self.program, zero_centred=self.zero_centred,
+            program=self.program, query_width=self.query_width, zero_centred=self.zero_centred,
         )  # fmt: skip

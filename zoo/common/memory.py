@@ -8,7 +8,7 @@ The engine owns which page and slot belongs to whom and knows nothing of what th
 - A memory with state that is not a row of a page (a recurrent state, an open compressor window) has `slots`, one per running
   sequence, slot 0 for padding. `table` writes slot and pages of a batch into one int32 tensor, opaque to drivers and graphs.
 - A sequence may start after a cached prefix of L tokens iff reusable_length(L) == L and, with slots, a `snapshot` was taken when
-  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. The engine ends chunks on page boundaries for it.
+  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. For it the engine ends chunks at page ends.
 - `PagedMemory` is the plain case: no slots, any L, no snapshots.
 """
 
@@ -107,6 +107,9 @@ class ServingMemory(Protocol):
     def restore(self, slot: int, snapshot: Any) -> None:
         """Writes a snapshot into a slot."""
 
+    def written(self, pages: list[int], length: int) -> dict[str, Tensor]:
+        """The cached bytes of one sequence by name, for comparisons."""
+
 
 class PagedMemory:
     """Serving's memory: all layers' pages. `view(page_table)` gives the layers as a batch of sequences sees them.
@@ -158,7 +161,7 @@ class PagedMemory:
 
     def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
         """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
-        index = torch.tensor(pages, device=self.k_LPSGE.device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self.k_LPSGE.device)
         self.k_LPSGE.index_fill_(1, index, 0)
         self.v_LPSGE.index_fill_(1, index, 0)
 

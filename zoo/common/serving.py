@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.memory import PagedMemory
+from zoo.common.memory import ServingMemory
 from zoo.common.pretrained import Pretrained
 from zoo.common.rows import Rows
 
@@ -19,17 +19,17 @@ class ForServing(Pretrained, nn.Module):
     model: nn.Module
     trainable = False
 
-    def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+    def new_memory(self, pages: int, page_size: int | None = None) -> ServingMemory:
         """Paged memory for this model on its device; page 0 is reserved for padding."""
         raise AssertionError("written by each architecture")
 
-    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         """Token ids to final normed rows [R, D], writing memory: the subclass's loop."""
         raise AssertionError("written by each architecture")
 
     @torch.no_grad()
     def prefill(
-        self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None
+        self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None
     ) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
@@ -43,7 +43,7 @@ class ForServing(Pretrained, nn.Module):
         return hidden_RD if wanted_W is None else hidden_RD.index_select(0, wanted_W)
 
     @torch.no_grad()
-    def decode(self, ids_N: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
+    def decode(self, ids_N: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor) -> Tensor:
         """One row of each sequence: FP32 logits [N, V]."""
         return self.logits(self.prefill(ids_N, rows, memory, page_table_NB))
 
@@ -63,7 +63,7 @@ class DecodeGraph:
     Padding sequences point at the reserved page with one token; their outputs are never read.
     """
 
-    def __init__(self, model: ForServing, memory: PagedMemory, batch: int, blocks: int, pool: Any = None) -> None:
+    def __init__(self, model: ForServing, memory: ServingMemory, batch: int, blocks: int, pool: Any = None) -> None:
         """`pool` (torch.cuda.graph_pool_handle()) is shared by graphs whose outputs are read before another of them replays."""
         device = next(model.parameters()).device
         self.batch, self.blocks = batch, blocks

@@ -75,9 +75,9 @@ class ForRL(Pretrained, nn.Module):
     ) -> ModelOutput:
         """Hidden rows, logits if asked, and the loss if labels are given.
 
-        input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here and
-        only here. labels have the shape of input_ids; label r + 1 is what row r is scored on, -100 is ignored. The loss is the mean
-        negative log-probability, or the sum over `num_items_in_batch`.
+        input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here
+        and only here. labels have the shape of input_ids; label r + 1 is what row r is scored on, -100 is ignored. The loss is the
+        mean negative log-probability, or the sum over `num_items_in_batch`.
         """
         if input_ids.dim() == 1:
             if cu_seqlens is None:
@@ -115,12 +115,13 @@ class ForRL(Pretrained, nn.Module):
         entropy: bool = False,
         top_k: int = 0,
     ) -> Tensor | Scores:
-        """FP32 log-probabilities [R], differentiable. Entry r is that of `target_ids[r]` after reading row r; by default the document's
-        next token, and 0.0 on a document's last row.
+        """FP32 log-probabilities [R], differentiable. Entry r is that of `target_ids[r]` after reading row r; by default the
+        document's next token, and 0.0 on a document's last row.
 
-        `sampling` (one for all, or one per document) replays the sampler's program: temperature, then top-k, top-p and min-p jointly; a
-        token outside the support scores -inf. With `entropy` or `top_k` a `Scores` is returned. ValueError for ids outside the vocabulary
-        or cu_seqlens that do not ascend.
+        `sampling` (one for all, or one per document) replays the sampler's program: temperature, then top-k, top-p and min-p
+        jointly; a token outside the support scores -inf. With `entropy` or `top_k` a `Scores` is returned; both describe the
+        distribution after the temperature and before the filters, for every row; only the entropy has a gradient. ValueError for
+        ids outside the vocabulary, cu_seqlens that do not ascend, or a top_k beyond the vocabulary.
         """
         rows = self._rows(input_ids, cu_seqlens)
         hidden_RD = self.hidden_rows(input_ids, rows, PackedMemory())
@@ -142,7 +143,9 @@ class ForRL(Pretrained, nn.Module):
         log_prob_R = torch.where(scored_R, log_prob_R, 0.0)
         if not entropy and not top_k:
             return log_prob_R
-        top = ops.top_log_prob(hidden_RD, head, plain.lse_R, top_k, program=self.program) if top_k else (None, None)
+        top = (None, None)
+        if top_k:
+            top = ops.top_log_prob(hidden_RD, head, plain.lse_R, top_k, program=self.program, inverse_temperature_R=inverse)
         return Scores(log_prob_R, plain.entropy_R if entropy else None, *top)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

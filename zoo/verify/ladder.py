@@ -163,8 +163,11 @@ class Ladder:
             return ways.train(self.subject, tap, self.documents)
 
         self._compare(1, "training forward, twice", reference, empty, again, self.subject.trainer)
-        self.say("backward, twice")
-        first, second = self._gradients(), self._gradients()
+        self._same_gradients(1, "every parameter's gradient, twice", checkpointed=False)
+
+    def _same_gradients(self, rung: int, what: str, *, checkpointed: bool) -> None:
+        self.say(what)
+        first, second = self._gradients(False), self._gradients(checkpointed)
         tally = Tally()
         for name, gradient in first.items():
             tally.bytes(gradient.flatten(), second[name].flatten(), name)
@@ -172,17 +175,20 @@ class Ladder:
                 self._place(name, "gradient", tally.spot)
         tally.heat.clear()
         zeros = [name for name, gradient in first.items() if not gradient.any() or not gradient.isfinite().all()]
-        why = f"the gradients of {', '.join(zeros[:3])} are zero or not finite" if zeros else empty
-        self._add(tally.row(1, "every parameter's gradient, twice", why), tally)
+        why = f"the gradients of {', '.join(zeros[:3])} are zero or not finite" if zeros else None
+        self._add(tally.row(rung, what, why), tally)
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _gradients(self, checkpointed: bool) -> dict[str, Tensor]:
         """Gradients of a weighted sum of log-probabilities, moved out of the parameters."""
         subject, trainer, documents = self.subject, self.subject.trainer, self.short()
         ids, targets = (torch.cat([of(d) for d in documents]) for of in (subject.ids, subject.targets))
         cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
         trainer.zero_grad(set_to_none=True)
         weight = torch.linspace(0.5, 1.5, ids.shape[0], device=subject.device)
+        before, trainer.gradient_checkpointing = trainer.gradient_checkpointing, checkpointed
+        trainer.train()
         (trainer.score(ids, cu_seqlens, targets) * weight).sum().backward()
+        trainer.gradient_checkpointing = before
         out = {}
         for name, parameter in trainer.named_parameters():
             assert parameter.grad is not None, f"{name} has no gradient"
@@ -214,6 +220,7 @@ class Ladder:
         ]
         for what, way in plans:
             self._compare(2, what, reference, empty, way, subject.trainer)
+        self._same_gradients(2, "gradients with checkpointing against without", checkpointed=True)
 
     def _engines(self, rung: int, settings: Settings, prefix: str) -> None:
         """Rung 3: serving against training, log-probabilities and every cached byte after every push."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -16,13 +15,12 @@ from torch import Tensor
 from zoo.common.checkpoint import Checkpoint, check_dtypes
 from zoo.common.engine.pages import PagePool
 from zoo.common.engine.record import Completion
+from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
-from zoo.common.rows import Rows
-from zoo.common.sampling import Drawn, RowSampling, SamplingParams, sample
-from zoo.common.serving import DecodeGraph, ForServing
+from zoo.common.sampling import SamplingParams
+from zoo.common.serving import ForServing
 
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 GPU_SHARE = 0.8  # of the memory that is free when the engine starts; the rest is for activations and graphs
 CPU_BYTES = 2 << 30
 MODES = ("recompute", "keep")
@@ -82,11 +80,10 @@ class Engine:
         self._take_version()
         pool = PagePool(memory.pages, memory.slots, memory.page_size)
         self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache)
-        self._forget_graphs()
+        self.runner = Runner(model, memory, self.graphs)
         self._requests: dict[str, Request] = {}
-        self._finished: list[Completion] = []
+        self._finished: dict[int, Completion] = {}
         self._count = 0
-        self._batch: tuple[list[Request], RowSampling] | None = None
 
     def add(
         self,
@@ -96,9 +93,10 @@ class Engine:
         *,
         prompt_log_probs: bool = False,
     ) -> str:
-        """Queues a request and returns its id. ValueError, and nothing changed, for a request that can't be served:
+        """Queues a request and returns its id. ValueError, and nothing changed, for a request that can't be served.
 
-        an empty prompt, a token id outside the vocabulary, a context longer than the position table or than all pages, an id in use.
+        That is: an empty prompt, a token id outside the vocabulary, a context longer than the position table or all pages, an id
+        in use.
         """
         request = self._request(prompt_ids, params, request_id, prompt_log_probs)
         self._enqueue(request)
@@ -110,15 +108,18 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[Completion]:
-        """Pushes the next rows, draws tokens, and returns the requests that ended. ValueError if the weights were written unannounced."""
+        """Pushes the next rows, draws tokens, and returns the requests that ended.
+
+        ValueError if the weights were written without `update_weights`.
+        """
         self._step()
-        finished, self._finished = self._finished, []
+        finished, self._finished = list(self._finished.values()), {}
         return finished
 
     def run(self) -> list[Completion]:
         """Steps until nothing is left; completions in the order in which they ended."""
-        self._until(list(self._requests))
-        finished, self._finished = self._finished, []
+        self._until(list(self._requests.values()))
+        finished, self._finished = list(self._finished.values()), {}
         return finished
 
     def generate(
@@ -128,18 +129,15 @@ class Engine:
         *,
         prompt_log_probs: bool = False,
     ) -> list[Completion]:
-        """Completions of `prompts`, in their order, `params` one for all or one each. All are checked before the first is queued."""
+        """Completions of `prompts`, in their order; `params` one for all or one each. All are checked before one is queued."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
         requests = [self._request(p, s, None, prompt_log_probs, n) for n, (p, s) in enumerate(zip(prompts, each, strict=True))]
         for request in requests:
             self._enqueue(request)
-        ids = [request.request_id for request in requests]
-        self._until(ids)
-        mine = {done.request_id: done for done in self._finished if done.request_id in ids}
-        self._finished = [done for done in self._finished if done.request_id not in mine]
-        return [mine[request_id] for request_id in ids]
+        self._until(requests)
+        return [self._finished.pop(request.order) for request in requests]
 
     def abort(self, request_id: str) -> Completion:
         """Ends a request now and returns what it has. ValueError for an id that is not in progress."""
@@ -156,11 +154,12 @@ class Engine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | str | Path, mode: str = "recompute", version: str | None = None
     ) -> str:
-        """Loads weights (published name and tensor pairs, or a checkpoint) between two steps; returns their content hash.
+        """Loads weights between two steps, from (published name, tensor) pairs or a checkpoint; returns their content hash.
 
-        "recompute": requests in progress push their rows again, so all that follows equals a fresh engine on these weights given the
-        same tokens. "keep": they go on with the old rows and their records say `exact=False`. An empty list takes over weights that
-        were written in place. `version` is a label for the fingerprint. ValueError, and nothing changed, for a wrong mode, name, shape or value.
+        "recompute": requests in progress push their rows again, so all that follows equals a fresh engine on these weights given
+        the same tokens. "keep": they go on with the old rows and their records say `exact=False`. An empty list adopts weights
+        written in place. `version` is a label for the fingerprint. ValueError, and nothing changed, for a wrong mode,
+        name, shape or value.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -182,15 +181,19 @@ class Engine:
         for request in list(self.scheduler.running):
             self.scheduler.preempt(request)
         self._released = True
-        self._forget_graphs()
-        self.scheduler.memory = self.model.new_memory(2, self._page_size)
+        self._use_memory(2)
 
     def resume_memory(self) -> None:
         """Takes as many pages as before."""
         if self._released:
-            memory = self.model.new_memory(self._pages, self._page_size)
-            self.scheduler.memory, self.scheduler.pool = memory, PagePool(memory.pages, memory.slots, memory.page_size)
+            self._use_memory(self._pages)
             self._released = False
+
+    def _use_memory(self, pages: int) -> None:
+        del self.runner, self.scheduler.memory  # before the next one is made: both may not fit
+        memory = self.model.new_memory(pages, self._page_size)
+        self.scheduler.memory, self.scheduler.pool = memory, PagePool(memory.pages, memory.slots, memory.page_size)
+        self.runner = Runner(self.model, memory, self.graphs)
 
     def fingerprint(self) -> Fingerprint:
         return self._fingerprint
@@ -198,7 +201,12 @@ class Engine:
     # requests
 
     def _request(
-        self, prompt_ids: Sequence[int] | Tensor, params: SamplingParams | None, request_id: str | None, scores: bool, ahead: int = 0
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        params: SamplingParams | None,
+        request_id: str | None,
+        scores: bool,
+        ahead: int = 0,
     ) -> Request:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -214,13 +222,16 @@ class Engine:
         longest = len(tokens) + params.max_new_tokens
         if longest > config.positions:
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of {config.positions}"
+                f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of "
+                f"{config.positions}"
             )
         pages = memory.pages_for(longest - 1)  # the last drawn token is never pushed
         if pages > pool.pages - 1:
             raise ValueError(f"the request needs {pages} pages of {memory.page_size} tokens, there are {pool.pages - 1}")
         if request_id is None:
             request_id = str(self._count + ahead)
+            while request_id in self._requests:  # somebody chose this name
+                request_id += "+"
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos))
@@ -238,6 +249,7 @@ class Engine:
 
     def _complete(self, request: Request, reason: str) -> Completion:
         del self._requests[request.request_id]
+        request.ended = True
         return Completion(
             request.request_id,
             tuple(request.tokens[: request.prompt_length]),
@@ -252,16 +264,14 @@ class Engine:
             self._fingerprint,
         )
 
-    def _until(self, ids: Sequence[str]) -> None:
-        """Steps until none of `ids` is in progress; the bar counts tokens, a request that ends early skips its rest."""
-        mine = [self._requests[request_id] for request_id in ids]
+    def _until(self, mine: Sequence[Request]) -> None:
+        """Steps until all of `mine` have ended; the bar counts tokens, a request that ends early skips its rest."""
         with Progress() if self.progress else nullcontext() as bar:
             task = bar.add_task("drawing tokens", total=sum(r.params.max_new_tokens for r in mine)) if bar else None
-            while any(request_id in self._requests for request_id in ids):
+            while not all(request.ended for request in mine):
                 self._step()
                 if bar and task is not None:
-                    done = (r.params.max_new_tokens if r.request_id not in self._requests else len(r.log_probs) for r in mine)
-                    bar.update(task, completed=sum(done))
+                    bar.update(task, completed=sum(r.params.max_new_tokens if r.ended else len(r.log_probs) for r in mine))
 
     # rows
 
@@ -275,11 +285,7 @@ class Engine:
         work = self.scheduler.schedule()
         single = [request for request, _ in work if request.pending == 1]
         chunks = [(request, count) for request, count in work if request.pending > 1]
-        drawn: list[tuple[list[Request], Drawn]] = []
-        if single:
-            drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
-        if chunks:
-            drawn += self._prefill(chunks)
+        drawn = self.runner.push(single, chunks)
         for request, count in work:
             self.scheduler.advance(request, count)
         for requests, result in drawn:
@@ -291,64 +297,12 @@ class Engine:
                 reason = request.finish_reason()
                 if reason is not None:
                     self.scheduler.release(request)
-                    self._finished.append(self._complete(request, reason))
+                    self._finished[request.order] = self._complete(request, reason)
         self.stats.steps += 1
+        self.stats.graph_steps += bool(single) and self.graphs
         self.stats.decode_rows += len(single)
         self.stats.prefill_rows += sum(count for _, count in chunks)
         self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
-
-    def _table(self, requests: Sequence[Request], blocks: int) -> Tensor:
-        return self.scheduler.memory.table([r.pages for r in requests], [r.slot for r in requests], blocks)
-
-    def _decode(self, requests: list[Request]) -> Tensor:
-        """FP32 logits [n, V]: the last token of each request, one row each."""
-        ids_N = torch.tensor([r.tokens[-1] for r in requests])
-        blocks = max(len(r.pages) for r in requests)
-        if not self.graphs:
-            rows = Rows.pushed([1] * len(requests), [r.computed for r in requests], self.device)
-            return self.model.decode(ids_N.to(self.device), rows, self.scheduler.memory, self._table(requests, blocks))
-        self.stats.graph_steps += 1
-        key = batch_bucket(len(requests)), 1 << (blocks - 1).bit_length()
-        if key not in self._captured:
-            self._captured[key] = DecodeGraph(self.model, self.scheduler.memory, *key, pool=self._graph_pool)
-        positions_N = torch.tensor([r.computed for r in requests])
-        return self._captured[key].replay(ids_N, positions_N, self._table(requests, blocks))
-
-    def _decode_sampling(self, requests: list[Request]) -> RowSampling:
-        """The batch's sampling rows; while its members stay, only positions are sent again."""
-        positions = [len(r.tokens) for r in requests]
-        if self._batch is None or self._batch[0] != requests:
-            self._batch = requests, RowSampling.of([r.params for r in requests], positions, self.device)
-            return self._batch[1]
-        return replace(self._batch[1], position_R=torch.tensor(positions).to(self.device))
-
-    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
-        """Pushes chunks; draws for those that reach their end, scores prompt rows where asked."""
-        requests = [request for request, _ in chunks]
-        ids, draws, draw_rows, scored, score_rows = [], [], [], [], []
-        for request, count in chunks:
-            first, end = request.computed, request.computed + count
-            if request.scores_prompt:
-                targets = range(first + 1, min(end + 1, request.prompt_length))
-                scored += [(request, r) for r in targets]
-                score_rows += [len(ids) + r - 1 - first for r in targets]
-            ids += request.tokens[first:end]
-            if end == len(request.tokens):
-                draws.append(request)
-                draw_rows.append(len(ids) - 1)
-        rows = Rows.pushed([count for _, count in chunks], [r.computed for r in requests], self.device)
-        table_NB = self._table(requests, max(len(r.pages) for r in requests))
-        wanted_W = torch.tensor(draw_rows + score_rows, dtype=torch.int64).to(self.device)
-        hidden_WD = self.model.prefill(torch.tensor(ids).to(self.device), rows, self.scheduler.memory, table_NB, wanted_W)
-        if scored:
-            targets_W = torch.tensor([r.tokens[position] for r, position in scored]).to(self.device)
-            values = self.model.log_prob(hidden_WD[len(draws) :], targets_W).tolist()
-            for (request, position), value in zip(scored, values, strict=True):
-                request.prompt_log_probs[position - 1 : position] = [value]
-        if not draws:
-            return []
-        sampling = RowSampling.of([r.params for r in draws], [len(r.tokens) for r in draws], self.device)
-        return [(draws, sample(self.model.logits(hidden_WD[: len(draws)]), sampling, self.model.program))]
 
     # weights and memory
 
@@ -371,18 +325,8 @@ class Engine:
         check_dtypes(source, match, self.model, table, convert=False)
         return [(name, source.tensors[name].read()) for name in match.places]
 
-    def _forget_graphs(self) -> None:
-        self._captured: dict[tuple[int, int], DecodeGraph] = {}
-        self._graph_pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
-
     def _fitting_pages(self, page_size: int | None, max_batch: int) -> int:
         probe = self.model.new_memory(2, page_size)
         room = torch.cuda.mem_get_info(self.device)[0] * GPU_SHARE if self.device.type == "cuda" else CPU_BYTES
         useful = max_batch * probe.pages_for(self.model.config.positions) + 1
         return max(2, min(useful, int(room // (probe.nbytes // probe.pages))))
-
-
-def batch_bucket(count: int) -> int:
-    """The captured batch that serves `count` sequences: a bucket, or a multiple of the widest."""
-    widest = BATCH_BUCKETS[-1]
-    return next((b for b in BATCH_BUCKETS if b >= count), -(-count // widest) * widest)

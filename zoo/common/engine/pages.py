@@ -94,7 +94,10 @@ class PagePool:
                     self.idle[node] = None
 
     def insert(self, version: str, parent: Node | None, tokens: Sequence[int], page: int) -> Node:
-        """The held node of these tokens after `parent` (held by the caller). If it existed, `page` has the same bytes and is freed."""
+        """The node of these tokens after `parent`, which the caller holds, as it now does this one.
+
+        If there was one already, its page has the same bytes and `page` is freed.
+        """
         key = self.key(version, parent, tokens)
         node = self.nodes.get(key)
         if node is not None:

@@ -22,8 +22,8 @@ class Completion:
     log_probs            of each drawn token, after the temperature only
     filtered_log_probs   of each drawn token, after top-k, top-p and min-p too: the law it was drawn from
     prompt_log_probs     None unless asked for; entry r is the model's own (temperature 1) of prompt token r + 1 after row r
-    versions             entry r: the weights (content hash) that made this record's numbers at row r; output token i stands on row
-                         len(prompt_ids) - 1 + i. Rows of an aborted request that were never pushed have no entry
+    versions             entry r: the weights (content hash) that made this record's numbers at row r; output token i stands on
+                         row len(prompt_ids) - 1 + i. Rows of an aborted request that were never pushed have no entry
     exact                False iff some row was read by other weights than wrote it (`update_weights(mode="keep")`)
     finish_reason        "stop" (an end token), "length" (max_new_tokens) or "abort"
     fingerprint          of the engine's model when the request ended
@@ -47,7 +47,7 @@ class Completion:
         return self.versions[len(self.prompt_ids) - 1 :]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready. FP32 lists become one string of little-endian hexadecimal, so that every byte survives; versions run lengths."""
+        """JSON-ready. FP32 lists become one little-endian hexadecimal string, so that all bytes survive; versions run lengths."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         out |= {"prompt_ids": list(self.prompt_ids), "output_ids": list(self.output_ids)}
         out |= {name: _hex(out[name]) for name in ("log_probs", "filtered_log_probs", "prompt_log_probs")}

@@ -36,6 +36,7 @@ class Request:
     versions: list[str] = field(default_factory=list)
     pure: bool = True
     exact: bool = True
+    ended: bool = False
 
     @property
     def pending(self) -> int:
@@ -90,7 +91,8 @@ class Scheduler:
             if len(self.running) == self.max_batch or (self.memory.slots and not self.pool.free_slots):
                 return
             shares = self.prefix_cache and not request.scores_prompt
-            nodes = list(self.pool.walk(self.version, request.tokens[:-1])) if shares else []  # the last row draws, so it is pushed
+            # the last row is pushed in any case: it draws
+            nodes = list(self.pool.walk(self.version, request.tokens[:-1])) if shares else []
             if shares and self._next_key(request, nodes, len(request.tokens) - 1) in filling:
                 continue
             while nodes and not self._may_start_after(nodes):
@@ -106,7 +108,7 @@ class Scheduler:
                 filling.add(key)
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """(request, rows) of the next step, pages assigned and clean: one row of each sequence that decodes, prompt rows by budget."""
+        """(request, rows) of the next step, pages assigned and clean: one row where it decodes, prompt rows within the budget."""
         work: list[tuple[Request, int]] = []
         budget = self.chunk_rows
         for request in list(self.running):

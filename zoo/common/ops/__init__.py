@@ -1,14 +1,20 @@
 """The aligned ops: nothing outside this folder makes a number."""
 
 from zoo.common.ops.attention import attention
+from zoo.common.ops.causal_conv import causal_conv
 from zoo.common.ops.combine import combine
 from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
+from zoo.common.ops.delta_gate import delta_gate
 from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
 from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
+from zoo.common.ops.gated_rms_norm import gated_rms_norm
+from zoo.common.ops.l2_norm import l2_norm
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
+from zoo.common.ops.log_prob.top import top_log_prob
 from zoo.common.ops.norm_rope import norm_rope
+from zoo.common.ops.output_gate import output_gate
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.common.ops.rope import rope, rope_table, table_hash
 from zoo.common.ops.route import route
@@ -16,6 +22,11 @@ from zoo.common.ops.sample import Drawn, sample, score_filtered, support
 from zoo.common.ops.swiglu import swiglu
 
 __all__ = [
+    "output_gate",
+    "l2_norm",
+    "gated_rms_norm",
+    "delta_gate",
+    "causal_conv",
     "CONTRACTS",
     "Contract",
     "Drawn",
@@ -42,5 +53,6 @@ __all__ = [
     "support",
     "swiglu",
     "table_hash",
+    "top_log_prob",
     "watch",
 ]

@@ -22,7 +22,11 @@ def pair_tree(x, N: tl.constexpr):
         else:
             x = tl.sum(tl.reshape(x, (x.shape[0], N >> (level + 1), 2)), axis=2)
     # one value is left on the axis: this drops the axis and adds nothing
-    return tl.sum(x, axis=len(x.shape) - 1)
+    x = tl.sum(x, axis=len(x.shape) - 1)
+    if len(x.shape) == 1 and x.shape[0] == 1:
+        # through a scalar, so that the tree's layout doesn't spread to what follows (and multiply the compile time)
+        x = tl.full((1,), tl.sum(x, axis=0), x.dtype)
+    return x
 
 
 @triton.jit

@@ -150,9 +150,10 @@ def _split(t: Trial) -> None:
 
 def _place(t: Trial) -> None:
     plan, segment = split_plans(t.args["lengths"], (), t.seed)["at random"], t.program.key_segment(t.args["q_RHE"].shape[2])
-    crosses = t.program.device == "cuda" and segment is not None and max(t.args["lengths"]) > segment
-    # CUDA kernels take a segment as whole pages
-    places = {name: place for name, place in PLACES.items() if not (crosses and segment % place.page_size)}
+    if t.program.device == "cpu" or segment is None or max(t.args["lengths"]) <= segment:
+        places = PLACES
+    else:  # CUDA kernels take a segment as whole pages
+        places = {name: place for name, place in PLACES.items() if segment % place.page_size == 0}
     assert_place_law(lambda place: push(t, t.args, plan, place), places)
 
 
@@ -161,9 +162,8 @@ def _shard(t: Trial) -> None:
 
     def at_degree(degree: int) -> Any:
         parts = []
-        for rank in range(
-            degree
-        ):  # a rank holds heads / degree queries and the keys they read, replicated where there are too few
+        # a rank holds heads / degree queries and the keys they read, replicated where there are too few
+        for rank in range(degree):
             mine = slice(rank * heads // degree, (rank + 1) * heads // degree)
             first = mine.start * groups // heads
             keys = slice(first, first + max(groups // degree, 1))

@@ -26,9 +26,9 @@ CONTRACT = Contract(
     "difference of two FP32 products; exp(G_i - G_j) (q_i . k_j) as an operand; exp(G_63 - G_j) k_j as an operand; the output once. FP32: "
     "G, T, a, the state; K^-0.5 multiplies the FP32 output",
     adds="inside a chunk. G: left fold. a_ij = (k_i . k_j) exp(G_i - G_j) beta_i; T_i = e_i - sum a_ij T_j: per element one chain of FMAs, "
-    "j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32 from zero, K or j ascending in steps of "
+    "j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32, from zero unless said, K or j ascending in steps of "
     "16, lanes beyond the row cut by select (reference: adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j; u_i = sum T_ij beta_j v_j "
-    "- w_i H; o_i = (exp(G_i) (q_i H) + sum exp(G_i - G_j) (q_i . k_j) u_j) K^-0.5; closing: one FMA exp(G_63) H + product, so the decayed "
+    "- w_i H; o_i = (exp(G_i) (q_i H) + sum exp(G_i - G_j) (q_i . k_j) u_j) K^-0.5, whose first term starts the second's accumulator; closing: one FMA exp(G_63) H + product, so the decayed "
     "state doesn't start the accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="by chunk in FP32 without the forward's roundings, states recomputed, fixed order; of an initial state too",

@@ -14,7 +14,16 @@ from zoo.common.delta_memory import CHUNK, DeltaMemory
 from zoo.common.ops.cases import Case, Draw, Trial, repeat
 from zoo.common.program import Program
 from zoo.common.rows import Rows
-from zoo.testing import Args, Plan, assert_place_law, assert_row_law, assert_same_bytes, assert_shard_law, assert_split_law, split_plans
+from zoo.testing import (
+    Args,
+    Plan,
+    assert_place_law,
+    assert_row_law,
+    assert_same_bytes,
+    assert_shard_law,
+    assert_split_law,
+    split_plans,
+)
 
 OPERANDS = ("q_RHK", "k_RHK", "v_RVE", "log_decay_RV", "beta_RV")
 EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)

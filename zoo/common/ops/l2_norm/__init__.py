@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from zoo.common.ops.contract import Contract, Provider, observed
 from zoo.common.program import Program

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.norm_rope.reference import Heads, split_heads
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -29,14 +30,13 @@ CONTRACT = Contract(
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, shape: tuple[int, int, int],
-        eps: float, offset: float, provider: Provider,
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: Heads, eps: float,
+        offset: float, provider: Provider,
     ) -> Any:  # fmt: skip
         ctx.save_for_backward(qkv, q_weight, k_weight, table, positions)
-        ctx.constants, ctx.provider = (shape, eps, offset), provider
-        heads, kv_heads, width = shape
+        ctx.constants, ctx.provider = (heads, eps, offset), provider
         q, k = provider.function("forward")(qkv, q_weight, k_weight, table, positions, *ctx.constants)
-        return q, k, qkv[:, (heads + kv_heads) * width :].unflatten(1, (kv_heads, width))
+        return q, k, split_heads(qkv, heads)[2]
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
@@ -56,16 +56,20 @@ def norm_rope(
     kv_heads: int,
     eps: float,
     program: Program,
+    query_width: int | None = None,
     zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_RHE, k_RGE, v_RGE). ValueError if the row is not heads + 2 kv_heads wide, or the table is not FP32 or wider than a head."""
+    """(q_RHE, k_RGE, v_RGE). `query_width`: columns that a query head has in the row, if a gate of its own follows it there.
+
+    ValueError if the row has another width, or the table is not FP32 or wider than a head.
+    """
     width = q_weight_E.shape[0]
-    if qkv_RC.shape[1] != (heads + 2 * kv_heads) * width:
-        raise ValueError(f"norm_rope: rows of {qkv_RC.shape[1]} columns are not {heads} + 2 x {kv_heads} heads of {width}")
+    shape = Heads(heads, kv_heads, width, query_width or width)
+    if qkv_RC.shape[1] != shape.columns:
+        raise ValueError(f"norm_rope: rows of {qkv_RC.shape[1]} columns, {shape} needs {shape.columns}")
     if table_PC2.dtype != torch.float32:
         raise ValueError(f"norm_rope: the table must stay float32, it is {table_PC2.dtype}")
     if 2 * table_PC2.shape[1] > width:
         raise ValueError(f"norm_rope: a table for {2 * table_PC2.shape[1]} columns, heads of {width}")
-    shape = (heads, kv_heads, width)
     provider = CONTRACT.provider(program)
     return _NormRope.apply(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, float(zero_centred), provider)

@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm and norm_rope: root-mean-square norms over the last dim, alone, after a residual sum, or before a rotation."""
+"""rms_norm and add_rms_norm: root-mean-square norms over the last dim, alone or after a residual sum."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ CONTRACT = Contract(
     name="rms_norm",
     version=1,
     shapes="x [..., D], weight [D] -> [..., D] in x's dtype; D is a hidden size or a head's width",
-    rounds="residual sum once, from FP32, before anything else; the output once, from FP32; a rotation that follows in the same launch "
-    "reads the rounded output",
+    rounds="residual sum once, from FP32, before anything else; the output once, from FP32",
     adds="squares in FP32 by the adjacent-pair tree over D padded to a power of two; times the FP32 value of 1/D; plus eps; one rsqrt; "
     "(x * rsqrt) * weight, products rounded one by one (zero-centred: 1 + weight in FP32 first)",
     laws=("row", "place", "fusion", "repeat"),

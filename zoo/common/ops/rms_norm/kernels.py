@@ -1,4 +1,4 @@
-"""rms_norm on CUDA: one program holds whole rows; a few very wide rows are split over two launches; a rotation can follow."""
+"""rms_norm on CUDA: one program holds whole rows; a few very wide rows are split over two launches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ def _scale(square_sum, inverse_width, eps):
 
 
 @triton.jit
+def _start(row, inner, outer_stride, inner_stride):
+    """Where row `row` of [outer, inner, D] starts; the row number fits 32 bits, its offset may not."""
+    short = row.to(tl.int32)
+    return (short // inner).to(tl.int64) * outer_stride + (short % inner) * inner_stride
+
+
+@triton.jit
 def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x_outer, x_inner, residual_outer, residual_inner,
           inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
-    x_row = (row // inner) * x_outer + (row % inner) * x_inner
+    x_row = _start(row, inner, x_outer, x_inner)
     total = tl.load(x_ptr + x_row[:, None] + column[None, :], mask=mask, other=0.0)
     flat = row[:, None] * WIDTH + column[None, :]
     if ADD:
-        residual_row = (row // inner) * residual_outer + (row % inner) * residual_inner
+        residual_row = _start(row, inner, residual_outer, residual_inner)
         residual = tl.load(residual_ptr + residual_row[:, None] + column[None, :], mask=mask, other=0.0)
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + flat, total, mask=mask)
@@ -124,7 +131,7 @@ def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scal
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
     flat = row[:, None] * WIDTH + column[None, :]
-    total_row = (row // inner) * total_outer + (row % inner) * total_inner
+    total_row = _start(row, inner, total_outer, total_inner)
     value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     upstream = tl.load(grad_ptr + flat, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
@@ -150,7 +157,7 @@ def _grad_weight(grad_ptr, total_ptr, scale_ptr, partial_ptr, rows, inner, total
     for step in range(STEPS):
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + place
         mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
-        total_row = (row // inner) * total_outer + (row % inner) * total_inner
+        total_row = _start(row, inner, total_outer, total_inner)
         value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         upstream = tl.load(grad_ptr + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)
@@ -182,71 +189,6 @@ def rms_norm_backward(
         upstream, total_3, scale, partial, *place, WIDTH=width, ROWS=tile, BLOCK=columns, STEPS=GRAD_STEPS, num_warps=4, **EXACT
     )
     return grad_x, partial.sum(0).to(weight.dtype)
-
-
-@triton.jit
-def _norm_rope(qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, row_stride, inverse_width, eps, offset,
-               HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
-    """TILE heads of a row, queries first, then keys: norm, round, rotate, round."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    query = (head < HEADS)[:, None]
-    column = tl.arange(0, BLOCK)
-    inside = column[None, :] < WIDTH
-    mask = (head[:, None] < HEADS + KV_HEADS) & inside
-    # a column's partner in the rotation is read and normalised again: the same numbers, and no exchange between threads
-    partner = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
-    source = qkv_ptr + row * row_stride + head[:, None] * WIDTH
-    own = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = _scale(pair_tree(own * own, BLOCK), inverse_width, eps)[:, None]
-    own_gain = _gain(q_weight_ptr, k_weight_ptr, column, query, inside, offset)
-    other_gain = _gain(q_weight_ptr, k_weight_ptr, partner, query, inside, offset)
-    own = ((own * scale) * own_gain).to(q_ptr.dtype.element_ty).to(tl.float32)
-    other = ((other * scale) * other_gain).to(q_ptr.dtype.element_ty).to(tl.float32)
-    rotated = column < 2 * HALF
-    entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
-    cos = tl.load(entry, mask=rotated, other=1.0)
-    sin = tl.load(entry + 1, mask=rotated, other=0.0)
-    signed = tl.where(column < HALF, -sin, sin)
-    out = tl.where(rotated[None, :], own * cos[None, :] + other * signed[None, :], own).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + (row * HEADS + head[:, None]) * WIDTH + column[None, :], out, mask=mask & query)
-    tl.store(k_ptr + (row * KV_HEADS + head[:, None] - HEADS) * WIDTH + column[None, :], out, mask=mask & (query == 0))
-
-
-@triton.jit
-def _gain(q_weight_ptr, k_weight_ptr, column, query, inside, offset):
-    q_gain = tl.load(q_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    k_gain = tl.load(k_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    return tl.where(query, q_gain, k_gain) + offset
-
-
-def norm_rope(
-    qkv_RC: Tensor,
-    q_weight_E: Tensor,
-    k_weight_E: Tensor,
-    eps: float,
-    offset: float,
-    table_PC2: Tensor,
-    positions_R: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> tuple[Tensor, Tensor]:
-    """(q_RHE, k_RGE): rms_norm then rope of the q and k heads of fused rows, in one launch. Rows may be strided."""
-    rows, block = qkv_RC.shape[0], padded_width(head_dim)
-    q = qkv_RC.new_empty(rows, heads, head_dim)
-    k = qkv_RC.new_empty(rows, kv_heads, head_dim)
-    if rows == 0:
-        return q, k
-    assert qkv_RC.stride(1) == 1 and table_PC2.is_contiguous() and positions_R.is_contiguous()
-    tile = _rows_of(head_dim)
-    _norm_rope[(rows, triton.cdiv(heads + kv_heads, tile))](
-        qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, q, k, qkv_RC.stride(0), 1.0 / head_dim, eps, _addend(offset),
-        HEADS=heads, KV_HEADS=kv_heads, WIDTH=head_dim, HALF=table_PC2.shape[1], TILE=tile, BLOCK=block, num_warps=4, **EXACT,
-    )  # fmt: skip
-    return q, k
 
 
 def _addend(offset: float) -> float:

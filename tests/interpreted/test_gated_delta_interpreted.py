@@ -1,0 +1,105 @@
+"""The gated_delta kernels in Triton's interpreter, in FP32 (its bf16 products are wrong): chunks, steps, slots, the chunk plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from zoo.common.ops.cases import trial
+from zoo.common.ops.gated_delta import cases, kernels, reference
+from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
+from zoo.common.program import resolve
+from zoo.common.rows import Rows
+from zoo.testing import Args, Plan
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+FP32 = resolve("transformers", "cpu", torch.float32)
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}
+
+
+def made(lengths: list[int], widths: tuple[int, int] = (16, 32), decay: float = 0.3) -> Args:
+    return cases._case("made", lengths, 1, 2, *widths, decay).make(0, "cpu", torch.float32)
+
+
+def pushed(args: Args, plan: Plan, serve: object) -> dict[str, object]:
+    def op(*operands: object, program: object) -> object:
+        return serve(*operands)  # type: ignore[operator]
+
+    case = cases._case("made", args["lengths"], 1, 2, 16, 16)
+    return push(trial(case, FP32, replace={"gated_delta": op}), args, plan, SlotPlace(1), every_step=True)
+
+
+@pytest.mark.parametrize(("counts", "contexts"), [([1], [0]), ([64, 3], None), ([1, 66, 127, 2], [63, 63, 1, 128]), ([200], [7]), ([5] * 9, None)])
+def test_plan_lists_every_chunk(counts: list[int], contexts: list[int] | None) -> None:
+    rows, expected = Rows.pushed(counts, contexts, "cpu"), []
+    firsts = []
+    for n, (count, context) in enumerate(zip(counts, contexts or [0] * len(counts))):
+        firsts.append(len(expected))
+        held, begin = context % 64, int(rows.starts_N1[n])
+        for inside in range(0, held + count, 64):
+            expected.append([begin - held + inside, max(held - inside, 0), min(held + count - inside, 64), n])
+    chunks = rows.count // 64 + 2 * len(counts)
+    chunk, sequence = torch.full((chunks, 4), -1, dtype=torch.int32), torch.full((len(counts), 2), -1, dtype=torch.int32)
+    kernels._plan[(chunks,)](
+        rows.starts_N1, rows.lengths_N, chunk, sequence, len(counts), BLOCK=triton.next_power_of_2(len(counts))
+    )
+    assert chunk[: len(expected)].tolist() == expected
+    assert not chunk[len(expected) :, 2].any()
+    assert sequence[:, 0].tolist() == firsts
+    assert sequence[:, 1].sum() == len(expected)
+
+
+@pytest.mark.parametrize(("lengths", "widths", "decay"), [([1, 66], (16, 32), 0.3), ([64], (32, 16), 0), ([130, 3], (16, 16), 0)])
+def test_chunks_are_the_reference(lengths: list[int], widths: tuple[int, int], decay: float) -> None:
+    args = made(lengths, widths, decay)
+    initial = torch.randn(len(lengths), 2, *widths, generator=torch.Generator().manual_seed(1))
+    for start in (None, initial):
+        got, wanted = (m.gated_delta(*(args[n] for n in OPERANDS), start, packed_rows(args)) for m in (kernels, reference))
+        torch.testing.assert_close(got, wanted, **CLOSE)
+    other = kernels.gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(other, wanted, **CLOSE)  # control: without the initial state
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ((66, 3),),
+        ((60, 1), (6, 2)),
+        ((64, 0), (2, 3)),
+        ((63, 3), (1, 0), (1, 0), (1, 0)),
+        (*(((1, 1),) * 3), (60, 0), *(((1, 0),) * 3)),
+    ],
+)
+def test_pushes_are_the_reference(plan: Plan) -> None:
+    args = made([66, 3], (16, 16))
+    got, wanted = (pushed(args, plan, m.serve) for m in (kernels, reference))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+    # rows that are only moved, and sums of two operands, are equal to the byte
+    for at, cached in wanted["seen"].items():
+        for name in ("k", "v", "beta", "decay"):
+            assert torch.equal(got["seen"][at][name], cached[name])
+
+
+def test_steps_are_the_reference_across_a_chunk() -> None:
+    args = made([68], (16, 16), decay=0)
+    plan = ((1,),) * 68
+    got, wanted = (pushed(args, plan, m.serve) for m in (kernels, reference))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+    assert got["out"].isfinite().all()
+    moved = pushed({**args, "log_decay_RV": args["log_decay_RV"] * 0.9}, plan, kernels.serve)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(moved["out"], wanted["out"], **CLOSE)
+
+
+def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, plan = made([65], (16, 64)), ((62,), (1,), (1,), (1,))
+    whole = pushed(args, plan, kernels.serve)
+    monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
+    monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
+    torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)

@@ -1,0 +1,264 @@
+"""Kernels of the dense and routing ops in Triton's interpreter, against the CPU references.
+
+Bytes must be equal wherever no exp is taken: numpy's exp and torch's differ in the last bits, so there a few ulp of FP32 pass.
+The interpreter's products of bf16 tiles are wrong, so `linear` is run in FP32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from zoo.common.ops import rope_table  # noqa: E402
+from zoo.common.ops.combine import kernels as combine_kernels  # noqa: E402
+from zoo.common.ops.combine import reference as combine_reference  # noqa: E402
+from zoo.common.ops.linear import kernels as linear_kernels  # noqa: E402
+from zoo.common.ops.linear import reference as linear_reference  # noqa: E402
+from zoo.common.ops.log_prob import kernels as log_prob_kernels  # noqa: E402
+from zoo.common.ops.log_prob import reference as log_prob_reference  # noqa: E402
+from zoo.common.ops.rms_norm import kernels as norm_kernels  # noqa: E402
+from zoo.common.ops.rms_norm import reference as norm_reference  # noqa: E402
+from zoo.common.ops.rope import kernels as rope_kernels  # noqa: E402
+from zoo.common.ops.rope import reference as rope_reference  # noqa: E402
+from zoo.common.ops.route import kernels as route_kernels  # noqa: E402
+from zoo.common.ops.route import reference as route_reference  # noqa: E402
+from zoo.common.ops.swiglu import kernels as swiglu_kernels  # noqa: E402
+from zoo.common.ops.swiglu import reference as swiglu_reference  # noqa: E402
+from zoo.common.ops.tree_kernels import pair_tree, pair_tree_first  # noqa: E402
+from zoo.common.ops.trees import pair_tree as reference_tree  # noqa: E402
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    """Equal bytes, signs of zeros included."""
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return got.dtype == wanted.dtype and torch.equal(got.contiguous().view(as_integers), wanted.contiguous().view(as_integers))
+
+
+def close(got: Tensor, wanted: Tensor, ulps: int) -> None:
+    step = {BF16: 2**-8, FP32: 2**-23}[wanted.dtype]
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted, rtol=ulps * step, atol=ulps * step)
+
+
+@triton.jit
+def _trees(x_ptr, flat_ptr, row_ptr, column_ptr, ROWS: tl.constexpr, N: tl.constexpr):
+    column = tl.arange(0, N)
+    x = tl.load(x_ptr + tl.arange(0, ROWS)[:, None] * N + column[None, :])
+    tl.store(flat_ptr, pair_tree(tl.load(x_ptr + column), N))
+    tl.store(row_ptr + tl.arange(0, ROWS), pair_tree(x, N))
+    tl.store(column_ptr + column, pair_tree_first(x, ROWS, N))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 2), (2, 64), (8, 1024)])
+def test_trees(rows: int, width: int) -> None:
+    x = torch.randn(rows, width)
+    flat, row, column = torch.empty(1), torch.empty(rows), torch.empty(width)
+    _trees[(1,)](x, flat, row, column, ROWS=rows, N=width)
+    assert same(row, reference_tree(x))
+    assert same(flat, reference_tree(x[:1]))
+    assert same(column, reference_tree(x.T.contiguous()))
+    if width == 1024:  # control: another order of the same numbers gives other bytes
+        assert not same(row, reference_tree(x.view(rows, 2, -1).transpose(1, 2).reshape(rows, -1)))
+
+
+@pytest.mark.parametrize(("columns", "depth", "parts"), [(48, 128, 1), (40, 72, 1), (24, 192, 3), (16, 256, 4)])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_linear(rows: int, columns: int, depth: int, parts: int) -> None:
+    wide, w = torch.randn(rows, depth + 8), torch.randn(columns, depth)
+    x = wide[:, :depth]  # rows with a stride of their own
+    got = linear_kernels.linear_triton(x, w, FP32, parts)
+    wanted = linear_reference.linear(x, w, FP32, parts)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(got, wanted + 1e-3, rtol=1e-5, atol=1e-4)
+    assert linear_kernels.linear_triton(x[:0], w, FP32, parts).shape == (0, columns)
+
+
+def test_linear_parts_are_the_tree_of_their_products() -> None:
+    x, w = torch.randn(5, 192), torch.randn(24, 192)
+    got = linear_kernels.linear_triton(x, w, FP32, 3)
+    parts = [linear_kernels.linear_triton(x[:, i : i + 64], w[:, i : i + 64], FP32, 1) for i in (0, 64, 128)]
+    assert same(got, (parts[0] + parts[1]) + parts[2])
+    assert not same(got, parts[0] + (parts[1] + parts[2]))
+
+
+def test_linear_backward() -> None:
+    x, w, grad = torch.randn(5, 24), torch.randn(7, 24), torch.randn(5, 7)
+    got, wanted = (m.linear_backward(grad, x, w, True, True) for m in (linear_kernels, linear_reference))
+    for g, r in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, r)
+    assert linear_kernels.linear_backward(grad, x, w, False, False) == (None, None)
+
+
+def _norm_operands(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(*shape[:-1], shape[-1] + 8).to(dtype)[..., : shape[-1]]
+    return x, torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (9, 100), (2, 3000), (5, 3, 128), (1, 8192)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, added: bool, offset: float) -> None:
+    x, residual, weight = _norm_operands(shape, dtype)
+    args = (x, residual if added else None, weight, 1e-6, offset)
+    wanted = norm_reference.rms_norm(*args)
+    for function in (norm_kernels.rms_norm, norm_kernels.rms_norm_whole, norm_kernels.rms_norm_split):
+        got = function(*args)
+        assert same(got[0], wanted[0])
+        assert same(got[1], wanted[1])
+    assert not same(norm_kernels.rms_norm(x, residual if added else None, weight, 1e-1, offset)[0], wanted[0])
+    assert norm_kernels.rms_norm(x[:0], None, weight, 1e-6, offset)[0].shape == x[:0].shape
+
+
+def test_rms_norm_keeps_the_sign_of_a_zero() -> None:
+    x, weight = torch.randn(2, 64).to(BF16), torch.full((64,), -0.0, dtype=BF16)
+    assert same(norm_kernels.rms_norm(x, None, weight, 1e-6, 0.0)[0], norm_reference.rms_norm(x, None, weight, 1e-6, 0.0)[0])
+
+
+@pytest.mark.parametrize("shape", [(70, 64), (3, 3000), (5, 3, 128)], ids=str)
+@pytest.mark.parametrize("carried", [False, True])
+def test_rms_norm_backward(shape: tuple[int, ...], carried: bool) -> None:
+    total, grad_total, weight = _norm_operands(shape, FP32)
+    grad = torch.randn(shape)
+    args = (grad, grad_total if carried else None, total, weight, 1e-6, 1.0)
+    for got, wanted in zip(norm_kernels.rms_norm_backward(*args), norm_reference.rms_norm_backward(*args), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(got.flip(0), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "width", "rotated"), [(1, 64, 64), (5, 128, 128), (9, 256, 64), (2, 96, 32)])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rope(heads: int, width: int, rotated: int, inverse: bool) -> None:
+    x = torch.randn(7, heads * width + 40).to(BF16)[:, : heads * width].unflatten(1, (heads, width))
+    table, positions = rope_table(50, rotated, 1e4), torch.randint(0, 50, (7,))
+    wanted = rope_reference.rope(x, table, positions, inverse)
+    assert same(rope_kernels.rope(x, table, positions, inverse), wanted)
+    assert not same(rope_kernels.rope(x, table, (positions + 1) % 50, inverse), wanted)
+    assert rope_kernels.rope(x[:0], table, positions[:0], inverse).shape == (0, heads, width)
+
+
+@pytest.mark.parametrize("shape", [(3, 2 * 8), (2, 3, 2 * 1030), (5, 2 * 37)], ids=str)
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape[:-1], shape[-1] + 6)[..., : shape[-1]] * 4
+    close(swiglu_kernels.swiglu(x), swiglu_reference.swiglu(x), 4)
+    close(swiglu_kernels.swiglu(x.to(BF16)), swiglu_reference.swiglu(x.to(BF16)), 1)
+    grad = torch.randn(*shape[:-1], shape[-1] // 2)
+    torch.testing.assert_close(swiglu_kernels.swiglu_backward(grad, x), swiglu_reference.swiglu_backward(grad, x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        close(swiglu_kernels.swiglu(x + 1e-3), swiglu_reference.swiglu(x), 4)
+    extreme = torch.tensor([[-200.0, -0.0, 0.0, 90.0, 1.0, 2.0, 3.0, -4.0]])
+    close(swiglu_kernels.swiglu(extreme), swiglu_reference.swiglu(extreme), 4)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (100, 10), (6, 6), (512, 4), (1, 1)])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "infinite"])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route(experts: int, top_k: int, kind: str, renormalise: bool) -> None:
+    x = torch.randn(4, experts + 3)[:, :experts] * 3
+    if kind == "ties":
+        x = x.round()
+    if kind == "zeros":
+        x = torch.where(x > 0, 0.0, -0.0)
+    if kind == "infinite":
+        x = torch.where(x > 0, x, -torch.inf)
+        x[:, 0] = 1.0
+    weights, chosen = route_kernels.route(x, top_k, renormalise)
+    wanted, ids = route_reference.route(x, top_k, renormalise)
+    assert chosen.dtype == torch.int64
+    assert torch.equal(chosen, ids)
+    close(weights, wanted, 8)
+    if kind == "normal" and experts > top_k:  # control: the last expert is not the first
+        assert not torch.equal(route_kernels.route(x.flip(1), top_k, renormalise)[1], ids)
+
+
+def test_round_double_rounds_once() -> None:
+    """Bytes of every awkward kind: halfway cases that FP32 hides, subnormals, zeros, infinities, the largest numbers."""
+    half = 1.0 + 2**-8  # halfway between two BF16 numbers
+    tiny, big = 2.0**-133, 3.3895313892515355e38
+    kinds = [half, half + 2**-40, half - 2**-40, 1 + 3 * 2**-8 - 2**-45, tiny / 2, tiny / 2 + 2**-190, tiny * 1.5, 2.0**-160, 2.0**-300]
+    kinds += [0.0, big, big * 1.01, 3.4028235677973366e38, 1e300, torch.inf]
+    x = torch.tensor(kinds + [-k for k in kinds], dtype=torch.float64)
+    x = torch.cat([x, torch.randn(300, dtype=torch.float64)])
+    slots = x.to(BF16)  # only a carrier for the output's dtype
+    got = torch.empty_like(slots)
+    _round[(1,)](x, got, N=x.numel(), BLOCK=512)
+    wanted = combine_reference.round_double(x, BF16)
+    assert same(got, wanted)
+    assert not same(x.float().to(BF16), wanted)  # control: the two plain hops round twice
+
+
+@triton.jit
+def _round(x_ptr, y_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, mask=place < N, other=0.0)
+    tl.store(y_ptr + place, combine_kernels.round_double(x, y_ptr.dtype.element_ty), mask=place < N)
+
+
+@pytest.mark.parametrize("contributors", [1, 3, 5, 6, 8])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_combine(contributors: int, shared: bool, dtype: torch.dtype) -> None:
+    rows, slots, width, experts = 4, 5, 300, 20
+    x = torch.randn(rows, slots, width + 4).to(dtype)[..., :width]
+    x[:, :, :3] *= 1e-39  # leaves that round to a signed zero
+    weights = torch.rand(rows, slots)
+    chosen = torch.rand(rows, experts).argsort(1)[:, :slots]
+    extra = torch.randn(rows, width).to(dtype) if shared else None
+    if extra is not None:
+        extra[:, :6] = -0.0
+    args = (x, weights, chosen, extra, -(-experts // contributors), contributors)
+    got = combine_kernels.combine(*args)
+    wanted = combine_reference.combine(*args)
+    assert same(got, wanted)
+    if contributors > 1:  # control: other owners add in another order
+        other = combine_kernels.combine(x, weights, chosen.flip(1), extra, *args[4:])
+        assert not same(other, wanted)
+    assert combine_kernels.combine(x[:0], weights[:0], chosen[:0], None, *args[4:]).shape == (0, width)
+
+
+def test_combine_backward() -> None:
+    grad, x, weights = torch.randn(3, 300).to(BF16), torch.randn(3, 5, 300).to(BF16), torch.rand(3, 5)
+    got = combine_kernels.combine_backward(grad, x, weights)
+    wanted = combine_reference.combine_backward(grad, x, weights)
+    assert same(got[0], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=1e-4)
+    assert same(got[1], reference_tree(x.float() * grad.float()[:, None]))
+
+
+@pytest.mark.parametrize(("width", "group"), [(1000, 256), (256, 256), (3, 256), (5000, 256), (70, 8), (50, 12)])
+def test_log_prob_reductions(width: int, group: int) -> None:
+    x = torch.randn(3, width + 5)[:, :width] * 5
+    x[0, : min(width - 1, 300)] = -torch.inf  # whole groups of nothing
+    got, wanted = log_prob_kernels.group_stats(x, group), log_prob_reference.group_stats(x, group)
+    assert same(got[0], wanted[0])
+    for g, w in zip(got[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(g, w, rtol=2e-6, atol=1e-6)
+    for g, w in zip(log_prob_kernels.merge_groups(*wanted), log_prob_reference.merge_groups(*wanted), strict=True):
+        torch.testing.assert_close(g, w, rtol=2e-6, atol=2e-6)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(g + 1e-4, w, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_logit_grad(scaled: bool) -> None:
+    x = torch.randn(4, 1100)
+    lse, mean, grad, grad_lse, grad_entropy = x.logsumexp(1), torch.randn(4), torch.randn(4), torch.randn(4), torch.randn(4)
+    local = torch.tensor([0, 1099, -3, 1100])
+    temperature = torch.rand(4) + 0.5 if scaled else None
+    args = (x, lse, mean, local, grad, grad_lse, grad_entropy, temperature, FP32)
+    got, wanted = log_prob_kernels.logit_grad(*args), log_prob_reference.logit_grad(*args)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(log_prob_kernels.logit_grad(*args[:3], local + 1, *args[4:]), wanted)
+    assert log_prob_kernels.logit_grad(*args[:-1], BF16).dtype == BF16

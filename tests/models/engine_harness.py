@@ -1,0 +1,139 @@
+"""What the engine's tests share: tiny twins, requests of every kind, what the trainer says about a record, poisoned driving."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zoo.common.engine import Completion, Engine
+from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.memory import PackedMemory
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling, SamplingParams, sample
+from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
+
+CONFIGS = {"dense": SIZES["tiny"], "moe": MOE_SIZES["tiny"]}
+
+
+def serving(kind: str, seed: int = 1) -> Qwen3ForServing:
+    return Qwen3ForServing.from_config(CONFIGS[kind], seed=seed, device="cpu")
+
+
+@cache
+def twins(kind: str) -> tuple[Qwen3ForRL, Qwen3ForServing]:
+    """Trainer and server on seed 1; tests that change weights make their own."""
+    return Qwen3ForRL.from_config(CONFIGS[kind], seed=1, device="cpu"), serving(kind)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+STEM = tokens(48, 99)
+REQUESTS: list[tuple[list[int], SamplingParams]] = [
+    ([7], SamplingParams(seed=1, max_new_tokens=6)),
+    (STEM[:16], SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_new_tokens=5)),
+    (STEM + tokens(22, 3), SamplingParams(temperature=0.0, max_new_tokens=4)),
+    (STEM[:35] + [5, 9], SamplingParams(temperature=1.4, top_k=40, min_p=0.01, seed=3, max_new_tokens=6)),
+    (STEM + [4], SamplingParams(temperature=0.6, top_p=0.8, top_k=20, seed=2**64 - 1, max_new_tokens=5)),
+    (tokens(31, 4), SamplingParams(temperature=2.0, seed=5, max_new_tokens=4)),
+]
+SHORT = [0, 1, 3, 5]  # of REQUESTS, for schedules
+
+
+def numbers(record: Completion) -> dict[str, Any]:
+    """A record as the bytes that no schedule may move: all but its name."""
+    return {name: value for name, value in record.to_dict().items() if name != "request_id"}
+
+
+@cache
+def baseline(kind: str) -> list[dict[str, Any]]:
+    """Every request alone, in one chunk, on pages of 64, nothing cached."""
+    return [
+        numbers(Engine(twins(kind)[1], pages=4, page_size=64, prefix_cache=False).generate([prompt], [params])[0])
+        for prompt, params in REQUESTS
+    ]
+
+
+def trained(model: Qwen3ForRL, record: Completion) -> dict[str, Any]:
+    """Drawn again from the trainer's rows: tokens and log-probabilities, in a record's form."""
+    ids = torch.tensor(record.prompt_ids + record.output_ids)
+    rows = Rows.packed(torch.tensor([0, len(ids)]))
+    with torch.no_grad():
+        hidden = model.hidden_rows(ids, rows, PackedMemory())[len(record.prompt_ids) - 1 : -1]
+        count = len(record.output_ids)
+        positions = range(len(record.prompt_ids), len(record.prompt_ids) + count)
+        drawn = sample(model.logits(hidden), RowSampling.of([record.sampling] * count, list(positions), "cpu"), model.program)
+    names = ("output_ids", "log_probs", "filtered_log_probs")
+    return dict(zip(names, (tuple(column.tolist()) for column in drawn), strict=True))
+
+
+def scored(model: Qwen3ForRL, record: Completion, params: SamplingParams) -> tuple[float, ...]:
+    """ForRL.score of the record's output tokens under `params`."""
+    ids = torch.tensor(record.prompt_ids + record.output_ids)
+    with torch.no_grad():
+        values = model.score(ids, torch.tensor([0, len(ids)]), sampling=params)
+    return tuple(values[len(record.prompt_ids) - 1 : -1].tolist())
+
+
+def poison(engine: Engine) -> None:
+    """Fills every page that is free with NaN."""
+    free = torch.tensor(list(engine.scheduler.pool.free), dtype=torch.int64)
+    for pages in (engine.scheduler.memory.k_LPSGE, engine.scheduler.memory.v_LPSGE):
+        pages[:, free] = torch.nan
+
+
+def check_pages(engine: Engine) -> None:
+    """Every page has one owner, shared ones only through the cache; held lanes without a row are zero."""
+    pool, memory = engine.scheduler.pool, engine.scheduler.memory
+    owners = list(pool.free) + [node.page for node in pool.nodes.values()]
+    for request in engine.scheduler.running:
+        shared = len(request.nodes)
+        assert request.pages[:shared] == [node.page for node in request.nodes]
+        assert all(parent is child.parent for parent, child in pairwise(request.nodes))
+        owners += request.pages[shared:]
+        for block, page in enumerate(request.pages):
+            written = max(0, min(memory.page_size, request.computed - block * memory.page_size))
+            for values in (memory.k_LPSGE, memory.v_LPSGE):
+                assert not values[:, page, written:].any(), f"page {page} holds something behind its {written} rows"
+    assert sorted(owners) == list(range(1, pool.pages))
+    holders = [node for request in engine.scheduler.running for node in request.nodes]
+    assert all(node.refs == holders.count(node) for node in pool.nodes.values())
+    assert pool.available == len(pool.free) + sum(node.refs == 0 for node in pool.nodes.values())
+
+
+def drive(engine: Engine) -> list[Completion]:
+    """`run`, with every free page poisoned before and every page checked after each step."""
+    done = []
+    while engine.busy:
+        poison(engine)
+        done += engine.step()
+        check_pages(engine)
+    return done
+
+
+def generate(engine: Engine, chosen: list[int] | None = None) -> list[dict[str, Any]]:
+    """The chosen requests of REQUESTS, added together and driven to their end; their numbers in order."""
+    ids = [engine.add(*REQUESTS[n]) for n in (range(len(REQUESTS)) if chosen is None else chosen)]
+    done = {record.request_id: numbers(record) for record in drive(engine)}
+    return [done[request_id] for request_id in ids]
+
+
+class SkippingScheduler(Scheduler):
+    """A fault: a request that starts again after a preemption misses its first row."""
+
+    def _start(self, request: Request, nodes: list[Any]) -> None:
+        super()._start(request, nodes)
+        if request.versions and request.computed == 0 and request.pending > 1:
+            self._hold(request, 1)
+            request.computed = 1
+
+
+def plant(engine: Engine, scheduler: type[Scheduler]) -> Engine:
+    """The same engine under another scheduler."""
+    s = engine.scheduler
+    engine.scheduler = scheduler(s.memory, s.pool, s.version, s.max_batch, s.chunk_rows, s.prefix_cache)
+    return engine

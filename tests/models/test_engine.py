@@ -1,0 +1,528 @@
+"""The engine leaves every byte as it was: batching, chunks, pages, reuse, preemption, aborts, weight updates. Each with a control."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import (
+    REQUESTS, STEM, SkippingScheduler, baseline, check_pages, drive, generate, numbers, plant, poison, scored, serving, tokens, trained, twins,
+)  # fmt: skip
+
+from weights_tools.make_tiny import make_tiny
+from zoo.common.engine import Completion, Engine
+from zoo.common.engine.pages import Key, Node, PagePool
+from zoo.common.engine.runner import Runner, batch_bucket
+from zoo.common.engine.scheduler import Request
+from zoo.common.generate import generate_command
+from zoo.common.memory import PagedMemory
+from zoo.common.ops import CONTRACTS, watch
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling, SamplingParams
+from zoo.qwen3 import Qwen3ForServing
+
+KINDS = ("dense", "moe")
+
+
+def engine(kind: str = "dense", **options: Any) -> Engine:
+    return Engine(twins(kind)[1], **{"pages": 24, "page_size": 16, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainer_draws_and_scores_the_same_bytes(kind: str) -> None:
+    trainer = twins(kind)[0]
+    for values in baseline(kind):
+        record = Completion.from_dict({**values, "request_id": "0"})
+        again = trained(trainer, record)
+        assert again == {name: getattr(record, name) for name in again}
+        assert record.filtered_log_probs == scored(trainer, record, record.sampling)
+        unfiltered = record.sampling if record.sampling.is_greedy else SamplingParams(record.sampling.temperature)
+        assert record.log_probs == scored(trainer, record, unfiltered)
+    assert any(values["log_probs"] != values["filtered_log_probs"] for values in baseline(kind))
+
+
+class LateRunner(Runner):
+    """A fault: noise of the position after the one that is drawn."""
+
+    def _decode_sampling(self, requests: list[Request]) -> RowSampling:
+        rows = super()._decode_sampling(requests)
+        return replace(rows, position_R=rows.position_R + 1)
+
+
+def test_a_position_off_by_one_in_the_seed_is_caught() -> None:
+    broken = engine()
+    broken.runner = LateRunner(broken.model, broken.scheduler.memory, graphs=False)
+    record = broken.generate([REQUESTS[5][0]], REQUESTS[5][1])[0]
+    assert trained(twins("dense")[0], record)["output_ids"] != record.output_ids
+    assert numbers(record) != baseline("dense")[5]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "one at a time": {"max_batch": 1},
+    "two at a time, 7 rows": {"max_batch": 2, "chunk_rows": 7},
+    "a row at a time": {"chunk_rows": 1, "prefix_cache": False},
+    "chunks of 16": {"chunk_rows": 16, "prefix_cache": False},
+    "pages of 64": {"page_size": 64, "chunk_rows": 33},
+    "pages of 128": {"page_size": 128, "pages": 8, "chunk_rows": 50},
+    "few pages": {"pages": 8, "chunk_rows": 20},
+    "few pages, nothing cached": {"pages": 7, "prefix_cache": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_no_schedule_moves_a_byte(kind: str, options: dict[str, Any]) -> None:
+    assert generate(engine(kind, **options)) == baseline(kind)
+
+
+def test_page_order_moves_no_byte() -> None:
+    shuffled = engine(chunk_rows=13)
+    random.shuffle(shuffled.scheduler.pool.free)
+    assert generate(shuffled) == baseline("dense")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_prefix_is_a_cold_one(kind: str) -> None:
+    warm = engine(kind)
+    assert generate(warm) == baseline(kind)
+    before = warm.stats.reused_rows
+    assert generate(warm) == baseline(kind)
+    assert warm.stats.reused_rows - before == 64 + 48 + 32 + 16  # whole pages short of each prompt's last row
+
+
+def test_a_wrong_cached_byte_is_caught() -> None:
+    warm = engine()
+    generate(warm)
+    page = next(iter(warm.scheduler.pool.nodes.values())).page
+    warm.scheduler.memory.v_LPSGE[0, page, 3] += 1.0
+    assert generate(warm) != baseline("dense")
+
+
+def test_samples_of_one_prompt_share_its_rows() -> None:
+    group = engine()
+    params = [SamplingParams(seed=n, max_new_tokens=3) for n in range(4)]
+    records = group.generate([STEM] * 4, params)
+    assert group.stats.prefill_rows == 48 + 3 * 16 and group.stats.reused_rows == 3 * 32
+    alone = engine(prefix_cache=False)
+    assert [numbers(r) for r in records] == [numbers(alone.generate([STEM], p)[0]) for p in params]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cached", (False, True))
+def test_preempted_is_uninterrupted(kind: str, cached: bool) -> None:
+    interrupted = engine(kind, prefix_cache=cached, chunk_rows=40)
+    ids = [interrupted.add(*request) for request in REQUESTS]
+    done: list[Completion] = []
+    for turn in range(1000):
+        if not interrupted.busy:
+            break
+        if turn % 3 == 2:
+            for request in list(interrupted.scheduler.running)[turn % 2 :: 2]:
+                interrupted.preempt(request.request_id)
+        poison(interrupted)
+        done += interrupted.step()
+        check_pages(interrupted)
+    assert interrupted.stats.preemptions >= 4
+    by_id = {record.request_id: numbers(record) for record in done}
+    assert [by_id[request_id] for request_id in ids] == baseline(kind)
+
+
+def test_a_resume_with_a_row_missing_is_caught() -> None:
+    broken = plant(engine(prefix_cache=False), SkippingScheduler)
+    request_id = broken.add(*REQUESTS[3])
+    for _ in range(3):
+        broken.step()
+    broken.preempt(request_id)
+    assert numbers(broken.run()[0]) != baseline("dense")[3]
+
+
+def test_aborted_neighbours_move_no_byte() -> None:
+    crowded = engine(chunk_rows=24)
+    ids = [crowded.add(*request) for request in REQUESTS]
+    kept = {ids[1], ids[4]}
+    done, aborted = [], []
+    for request_id in ids:
+        poison(crowded)
+        done += crowded.step()
+        if request_id not in kept and request_id not in {r.request_id for r in done}:
+            aborted.append(crowded.abort(request_id))
+        check_pages(crowded)
+    by_id = {record.request_id: numbers(record) for record in done + drive(crowded)}
+    expected = dict(zip(ids, baseline("dense"), strict=True))
+    assert len(aborted) >= 3 and kept <= by_id.keys()
+    assert all(values == expected[request_id] for request_id, values in by_id.items())
+    for record in aborted:
+        whole = Completion.from_dict({**expected[record.request_id], "request_id": ""})
+        assert record.finish_reason == "abort"
+        assert record.log_probs == whole.log_probs[: len(record.log_probs)]
+        assert record.output_ids == whole.output_ids[: len(record.output_ids)]
+    assert crowded.scheduler.pool.available == 23
+
+
+def rows_of(op: str, work: Callable[[], Any]) -> int:
+    pushed = 0
+
+    def count(contract: Any, arguments: dict[str, Any], result: Any) -> None:
+        nonlocal pushed
+        pushed += result.shape[0] if contract is CONTRACTS[op] else 0
+
+    with watch(count):
+        work()
+    return pushed
+
+
+def test_decoding_n_tokens_pushes_n_rows() -> None:
+    prompt, params = REQUESTS[5]
+    counted = engine()
+    assert rows_of("embed", lambda: counted.generate([prompt], params)) == len(prompt) + params.max_new_tokens - 1
+    batch = engine(prefix_cache=False)
+    asked = sum(len(p) + s.max_new_tokens - 1 for p, s in REQUESTS)
+    assert rows_of("embed", lambda: generate(batch)) == asked == batch.stats.prefill_rows + batch.stats.decode_rows
+    assert rows_of("embed", lambda: counted.generate([prompt], params)) == len(prompt) % 16 + params.max_new_tokens - 1
+
+
+class DirtyMemory(PagedMemory):
+    """A fault: pages are assigned with whatever they hold."""
+
+    def clear(self, pages: Any, slots: Any = ()) -> None:
+        pass
+
+
+def test_a_page_that_is_not_cleaned_is_caught() -> None:
+    dirty = engine()
+    dirty.scheduler.memory.__class__ = DirtyMemory
+    with pytest.raises(AssertionError, match="holds something behind"):
+        generate(dirty)
+
+
+@pytest.mark.parametrize("chunk_rows", (5, 2048))
+def test_prompt_log_probs_are_the_trainers(chunk_rows: int) -> None:
+    trainer, record = twins("dense")[0], None
+    asked = engine(chunk_rows=chunk_rows)
+    asked.generate([STEM])  # a cached prefix must not hide rows that are to be scored
+    for prompt in ([7], STEM + [4]):
+        request_id = asked.add(prompt, SamplingParams(temperature=0.5, max_new_tokens=3), prompt_log_probs=True)
+        asked.step()
+        asked.preempt(request_id)
+        record = asked.run()[0]
+        values = trainer.score(torch.tensor(prompt), torch.tensor([0, len(prompt)]))[:-1]
+        assert record.prompt_log_probs == tuple(values.tolist())
+    assert record is not None and len(set(record.prompt_log_probs or ())) > 40
+
+
+# weight updates
+
+
+def other_weights(kind: str = "dense") -> list[tuple[str, torch.Tensor]]:
+    """The server's tensors under another seed, by published name."""
+    model = serving(kind, seed=2)
+    parameters = dict(model.named_parameters())
+    return [(piece.published, piece.of(parameters[entry.ours]).detach().clone()) for entry, piece in model.table_of().pieces()]
+
+
+def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engine, list[Request], list[Completion]]:
+    """An engine whose weights changed after some steps, what its requests had then, and what they became."""
+    served = Engine(serving(kind), pages=30, page_size=16, chunk_rows=40)
+    ids = [served.add(*request) for request in REQUESTS]
+    done = [record for _ in range(steps) for record in served.step()]
+    assert not done
+    before = [
+        replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids
+    ]
+    served.update_weights(other_weights(kind) if weights is None else weights, mode)
+    by_id = {record.request_id: record for record in drive(served)}
+    return served, before, [by_id[i] for i in ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", (1, 3))
+def test_an_update_with_recompute_is_a_fresh_engine_given_the_same_tokens(kind: str, steps: int) -> None:
+    served, before, after = updated(kind, "recompute", steps)
+    fresh = Engine(serving(kind, seed=2), pages=30, page_size=64, prefix_cache=False)
+    old = serving(kind).weights_version
+    assert served.version == fresh.version != old
+    assert any(request.log_probs for request in before) and any(not request.log_probs for request in before) == (steps == 1)
+    for request, record in zip(before, after, strict=True):
+        drawn = len(request.log_probs)
+        params = replace(record.sampling, max_new_tokens=record.sampling.max_new_tokens - drawn)
+        alone = fresh.generate([request.tokens], params)[0]
+        assert record.output_ids[drawn:] == alone.output_ids
+        assert record.log_probs == (*request.log_probs, *alone.log_probs)
+        assert record.filtered_log_probs[drawn:] == alone.filtered_log_probs
+        assert record.output_versions == (old,) * drawn + (fresh.version,) * len(alone.output_ids)
+        assert record.exact
+
+
+def test_keep_tags_rows_and_is_not_exact() -> None:
+    served, before, after = updated("dense", "keep", 3)
+    old = serving("dense").weights_version
+    fresh = Engine(serving("dense", seed=2), pages=30, page_size=64)
+    differing = 0
+    for request, record in zip(before, after, strict=True):
+        drawn = len(request.log_probs)
+        assert not record.exact
+        assert record.versions == (old,) * request.computed + (served.version,) * (len(record.versions) - request.computed)
+        alone = fresh.generate([request.tokens], replace(record.sampling, max_new_tokens=record.sampling.max_new_tokens - drawn))[
+            0
+        ]
+        differing += record.log_probs[drawn:] != alone.log_probs
+    assert differing == len(after)  # so the comparison of the test above can fail
+    again = served.generate([p for p, _ in REQUESTS], [s for _, s in REQUESTS])
+    assert [numbers(r) for r in again] == [numbers(fresh.generate([p], s)[0]) for p, s in REQUESTS]
+
+
+class UnversionedPool(PagePool):
+    """A fault: cached pages answer for whatever weights."""
+
+    def key(self, version: str, parent: Node | None, tokens: Any) -> Key:
+        return super().key("", parent, tokens)
+
+
+@pytest.mark.parametrize("pool", (PagePool, UnversionedPool))
+def test_a_stale_prefix_is_never_read(pool: type[PagePool]) -> None:
+    served = Engine(serving("dense"), pages=30, page_size=16)
+    served.scheduler.pool = pool(30, 0, 16)
+    first = numbers(served.generate([STEM], REQUESTS[0][1])[0])
+    served.update_weights(other_weights())
+    got = numbers(served.generate([STEM], REQUESTS[0][1])[0])
+    fresh = numbers(Engine(serving("dense", seed=2)).generate([STEM], REQUESTS[0][1])[0])
+    assert (got == fresh) == (pool is PagePool)
+    if pool is PagePool:  # pages are keyed by content, so the first weights find theirs again
+        reused = served.stats.reused_rows
+        model = serving("dense")
+        parameters = dict(model.named_parameters())
+        served.update_weights((p.published, p.of(parameters[e.ours])) for e, p in model.table_of().pieces())
+        assert numbers(served.generate([STEM], REQUESTS[0][1])[0]) == first
+        assert served.stats.reused_rows == reused + 32
+
+
+def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
+    serving("dense", seed=2).save_pretrained(tmp_path / "next")
+    assert [numbers(r) for r in updated("dense", "recompute", 2, tmp_path / "next")[2]] == [
+        numbers(r) for r in updated("dense", "recompute", 2)[2]
+    ]
+    with pytest.raises(ValueError, match="geometry"):
+        Engine(serving("moe"), pages=4).update_weights(tmp_path / "next")
+
+
+def test_a_refused_update_changes_nothing() -> None:
+    served = Engine(serving("dense"), pages=24, page_size=16)
+    request_id = served.add(*REQUESTS[4])
+    served.step()
+    name, tensor = other_weights()[0]
+    for weights, mode, message in (
+        ([(name, tensor), ("model.nothing.weight", tensor)], "recompute", "no tensor"),
+        ([(name, tensor[:5])], "recompute", "must be"),
+        ([(name, torch.full_like(tensor, torch.nan))], "recompute", "NaN"),
+        ([(name, tensor)], "replace", "recompute, keep"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            served.update_weights(weights, mode)
+    assert served.scheduler.running[0].request_id == request_id
+    assert numbers(served.run()[0]) == baseline("dense")[4]
+
+
+def test_weights_written_behind_the_engine_are_noticed() -> None:
+    served = Engine(serving("dense"), pages=24, page_size=16)
+    served.add(*REQUESTS[4])
+    served.step()
+    with torch.no_grad():
+        served.model.model.norm.weight.mul_(2.0)
+    with pytest.raises(ValueError, match="written since version"):
+        served.step()
+    before = served.version
+    assert served.update_weights([]) != before
+    assert served.run()[0].output_versions[-1] == served.version == served.model.weights_version
+
+
+def test_released_memory_comes_back() -> None:
+    served = engine()
+    served.add(*REQUESTS[4])
+    served.step()
+    served.release_memory()
+    assert served.scheduler.memory.pages == 2
+    with pytest.raises(ValueError, match="resume_memory"):
+        served.step()
+    served.resume_memory()
+    assert numbers(served.run()[0]) == baseline("dense")[4]
+
+
+# a memory with per-sequence state
+
+
+class CountingMemory(PagedMemory):
+    """A memory with slots; a slot's state is how many tokens were pushed. `bad` makes snapshots that are one too high."""
+
+    slots = 4
+
+    def __init__(self, *args: Any, bad: bool = False) -> None:
+        super().__init__(*args)
+        self.state_S = torch.full((self.slots + 1,), -1)
+        self.bad = bad
+
+    def columns(self, blocks: int) -> int:
+        return blocks + 1
+
+    def table(self, pages: Any, slots: Any, blocks: int) -> torch.Tensor:
+        return torch.cat((torch.tensor(slots, dtype=torch.int32)[:, None], super().table(pages, slots, blocks)), 1)
+
+    def capacity(self, table_NB: torch.Tensor) -> int:
+        return super().capacity(table_NB[:, 1:])
+
+    def clear(self, pages: Any, slots: Any = ()) -> None:
+        super().clear(pages)
+        self.state_S[torch.tensor(slots, dtype=torch.int64)] = 0
+
+    def snapshot(self, slot: int) -> torch.Tensor:
+        return self.state_S[slot] + self.bad
+
+    def restore(self, slot: int, snapshot: torch.Tensor) -> None:
+        self.state_S[slot] = snapshot
+
+
+class CountingServing(Qwen3ForServing):
+    """Checks that each sequence's slot knows exactly the tokens before the rows pushed."""
+
+    bad = False
+
+    def new_memory(self, pages: int, page_size: int | None = None) -> CountingMemory:
+        c = self.config
+        return CountingMemory(c.layers, pages, page_size or 64, c.kv_heads, c.head_dim, torch.bfloat16, "cpu", bad=self.bad)
+
+    def hidden_rows(self, ids_R: torch.Tensor, rows: Rows, memory: Any, page_table_NB: torch.Tensor) -> torch.Tensor:
+        slots = page_table_NB[:, 0].long()
+        assert (slots > 0).all() and len(slots.unique()) == len(slots)
+        counts = rows.starts_N1[1:] - rows.starts_N1[:-1]
+        assert torch.equal(memory.state_S[slots], (rows.lengths_N - counts).long()), "state of another length"
+        memory.state_S[slots] += counts
+        return super().hidden_rows(ids_R, rows, memory, page_table_NB[:, 1:])
+
+
+@pytest.mark.parametrize("bad", (False, True))
+def test_state_in_slots_follows_its_sequence(bad: bool) -> None:
+    model = CountingServing.from_config(twins("dense")[1].config, seed=1, device="cpu")
+    model.bad = bad
+    served = Engine(model, pages=16, page_size=16, chunk_rows=40)
+    if bad:
+        with pytest.raises(AssertionError, match="state of another length"):
+            for _ in range(2):
+                generate(served)
+        return
+    for _ in range(2):
+        assert generate(served) == baseline("dense")
+    ids = [served.add(*request) for request in REQUESTS]
+    for _ in range(2):
+        served.step()
+    for request in list(served.scheduler.running):
+        served.preempt(request.request_id)
+    done = {record.request_id: numbers(record) for record in drive(served)}
+    assert [done[request_id] for request_id in ids] == baseline("dense")
+    assert served.stats.reused_rows > 200 and len(served.scheduler.pool.free_slots) == 4
+
+
+# doors
+
+
+def test_bad_requests_change_nothing() -> None:
+    small = engine(pages=4)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: small.add([]), "prompt is empty"),
+        (lambda: small.add([1, 512]), "token id 512 is outside the vocabulary of 512"),
+        (lambda: small.add([-1]), "token id -1"),
+        (lambda: small.add([1], SamplingParams(stop_token_ids=(600,))), "token id 600"),
+        (lambda: small.add([1] * 4000, SamplingParams(max_new_tokens=97)), "4000 prompt tokens and 97 .* table of 4096"),
+        (lambda: small.add([1] * 40, SamplingParams(max_new_tokens=10)), "needs 4 pages of 16 tokens, there are 3"),
+        (lambda: small.add([1], {"temperature": 1.0}), "must be SamplingParams, not dict"),  # type: ignore[arg-type]
+        (lambda: small.generate([[1], []], SamplingParams(max_new_tokens=2)), "prompt is empty"),
+        (lambda: small.generate([[1], [2]], [SamplingParams()]), "1 sampling parameters for 2 prompts"),
+        (lambda: small.abort("7"), "no request '7'"),
+        (lambda: small.preempt("7"), "no request '7'"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not small.busy and small.add([1], SamplingParams(max_new_tokens=1)) == "0"
+    with pytest.raises(ValueError, match="'0' is in use"):
+        small.add([1], SamplingParams(max_new_tokens=1), "0")
+    small.add([1] * 40, SamplingParams(max_new_tokens=9))
+    assert [len(record.output_ids) for record in small.run()] == [1, 9]
+    for options, message in (
+        ({"max_batch": 0}, "max_batch must be at least 1, not 0"),
+        ({"graphs": True}, "needs a CUDA device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(**options)
+
+
+def test_a_request_waits_for_pages() -> None:
+    small = engine(pages=5, prefix_cache=False)
+    first, second = (small.add(tokens(40, n), SamplingParams(max_new_tokens=3)) for n in (1, 2))
+    small.step()
+    assert [r.request_id for r in small.scheduler.running] == [first] and small.scheduler.waiting[0].request_id == second
+    assert [r.request_id for r in small.run()] == [first, second] and small.stats.preemptions == 0
+
+
+def test_stop_tokens_end_a_request() -> None:
+    whole = baseline("dense")[0]["output_ids"]
+    prompt, params = REQUESTS[0]
+    record = engine().generate([prompt], replace(params, stop_token_ids=(whole[2],)))[0]
+    assert record.finish_reason == "stop" and list(record.output_ids) == whole[: whole.index(whole[2]) + 1]
+    model = twins("dense")[1]
+    assert model.config.eos == (2,)
+    # the first token of the baseline is made the end of sequence
+    ended = Engine(serving("dense"), pages=24, page_size=16)
+    ended.model.config = replace(model.config, eos=(whole[0],))
+    assert ended.generate([prompt], params)[0].finish_reason == "stop"
+    assert len(ended.generate([prompt], replace(params, ignore_eos=True))[0].output_ids) == params.max_new_tokens
+
+
+def test_records_survive_json() -> None:
+    record = engine().generate([STEM], SamplingParams(temperature=0.3, top_k=5, max_new_tokens=4), prompt_log_probs=True)[0]
+    values = json.loads(json.dumps(record.to_dict()))
+    assert Completion.from_dict(values) == record
+    odd = replace(record, log_probs=(-0.0, float("-inf"), float("nan"), 1e-45), filtered_log_probs=(0.0,) * 4)
+    assert Completion.from_dict(odd.to_dict()).to_dict() == odd.to_dict() != replace(odd, log_probs=(0.0,) * 4).to_dict()
+    for change, message in (
+        ({"extra": 1}, "extra"),
+        ({"log_probs": "00000000"}, "1 log_probs for 4"),
+        ({"finish_reason": "x"}, "'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Completion.from_dict({**values, **change})
+
+
+def test_a_prompt_token_matters() -> None:
+    one, other = (engine().generate([[*STEM[:20], t, 9]], SamplingParams(max_new_tokens=2))[0] for t in (5, 6))
+    assert one.log_probs != other.log_probs
+
+
+def test_requests_that_others_added_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = engine(progress=True)
+    foreign = shared.add([5], SamplingParams(max_new_tokens=1))
+    assert [r.prompt_ids for r in shared.generate([[6], [7]], SamplingParams(max_new_tokens=2))] == [(6,), (7,)]
+    assert [r.request_id for r in shared.run()] == [foreign]
+    assert "drawing tokens" in capsys.readouterr().out
+
+
+def test_buckets() -> None:
+    assert [batch_bucket(n) for n in (1, 3, 8, 17, 33, 64, 65, 130)] == [1, 4, 8, 24, 48, 64, 128, 192]
+
+
+def test_generate_command(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path / "tiny")
+    arguments = {"max_new_tokens": 5, "temperature": 0.8, "seed": 3, "device": "cpu"}
+    made = generate_command(folder, ["Guess the word", "Guess the word"], json=tmp_path / "out.json", **arguments)
+    assert made[0].text and made[0].completion.output_ids != made[1].completion.output_ids
+    stored = json.loads((tmp_path / "out.json").read_text())
+    assert [Completion.from_dict(g["completion"]) for g in stored["generations"]] == [g.completion for g in made]
+    assert generate_command(folder, "Guess the word", **arguments)[0].completion == made[0].completion
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        generate_command(folder, "x", device="cpu")

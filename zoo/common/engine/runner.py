@@ -1,0 +1,98 @@
+"""From the scheduler's choice to tensors: pushes rows through the model, replays graphs, and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.engine.scheduler import Request
+from zoo.common.memory import ServingMemory
+from zoo.common.rows import Rows
+from zoo.common.sampling import Drawn, RowSampling, sample
+from zoo.common.serving import DecodeGraph, ForServing
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+class Runner:
+    """One model over one memory. Graphs are captured when first needed, one per bucket of batch and pages."""
+
+    def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool) -> None:
+        self.model, self.memory, self.graphs = model, memory, graphs
+        self.device = next(model.parameters()).device
+        self._captured: dict[tuple[int, int], DecodeGraph] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle() if graphs else None
+        self._batch: tuple[list[Request], RowSampling] | None = None
+
+    def push(self, single: list[Request], chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
+        """Pushes the last row of each of `single` and the next rows of `chunks`; draws for those that reached their end."""
+        drawn = []
+        if single:
+            drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
+        return drawn + (self._prefill(chunks) if chunks else [])
+
+    def _table(self, requests: Sequence[Request], blocks: int) -> Tensor:
+        return self.memory.table([r.pages for r in requests], [r.slot for r in requests], blocks)
+
+    def _decode(self, requests: list[Request]) -> Tensor:
+        """FP32 logits [n, V]: the last token of each request, one row each."""
+        ids_N = torch.tensor([r.tokens[-1] for r in requests])
+        blocks = max(len(r.pages) for r in requests)
+        if not self.graphs:
+            rows = Rows.pushed([1] * len(requests), [r.computed for r in requests], self.device)
+            return self.model.decode(ids_N.to(self.device), rows, self.memory, self._table(requests, blocks))
+        key = batch_bucket(len(requests)), 1 << (blocks - 1).bit_length()
+        if key not in self._captured:
+            self._captured[key] = DecodeGraph(self.model, self.memory, *key, pool=self._pool)
+        positions_N = torch.tensor([r.computed for r in requests])
+        return self._captured[key].replay(ids_N, positions_N, self._table(requests, blocks))
+
+    def _decode_sampling(self, requests: list[Request]) -> RowSampling:
+        """The batch's sampling rows; while its members stay, only positions are sent again."""
+        positions = [len(r.tokens) for r in requests]
+        if self._batch is None or self._batch[0] != requests:
+            self._batch = requests, RowSampling.of([r.params for r in requests], positions, self.device)
+            return self._batch[1]
+        return replace(self._batch[1], position_R=torch.tensor(positions).to(self.device))
+
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
+        """Pushes chunks; draws for those that reach their end, scores prompt rows where asked."""
+        requests = [request for request, _ in chunks]
+        draws: list[Request] = []
+        scored: list[tuple[Request, int]] = []
+        ids: list[int] = []
+        draw_rows: list[int] = []
+        score_rows: list[int] = []
+        for request, count in chunks:
+            first, end = request.computed, request.computed + count
+            if request.scores_prompt:
+                targets = range(first + 1, min(end + 1, request.prompt_length))
+                scored += [(request, r) for r in targets]
+                score_rows += [len(ids) + r - 1 - first for r in targets]
+            ids += request.tokens[first:end]
+            if end == len(request.tokens):
+                draws.append(request)
+                draw_rows.append(len(ids) - 1)
+        rows = Rows.pushed([count for _, count in chunks], [r.computed for r in requests], self.device)
+        table_NB = self._table(requests, max(len(r.pages) for r in requests))
+        wanted_W = torch.tensor(draw_rows + score_rows, dtype=torch.int64).to(self.device)
+        hidden_WD = self.model.prefill(torch.tensor(ids).to(self.device), rows, self.memory, table_NB, wanted_W)
+        if scored:
+            targets_W = torch.tensor([r.tokens[position] for r, position in scored]).to(self.device)
+            values = self.model.log_prob(hidden_WD[len(draws) :], targets_W).tolist()
+            for (request, position), value in zip(scored, values, strict=True):
+                request.prompt_log_probs[position - 1 : position] = [value]
+        if not draws:
+            return []
+        sampling = RowSampling.of([r.params for r in draws], [len(r.tokens) for r in draws], self.device)
+        return [(draws, sample(self.model.logits(hidden_WD[: len(draws)]), sampling, self.model.program))]
+
+
+def batch_bucket(count: int) -> int:
+    """The captured batch that serves `count` sequences: a bucket, or a multiple of the widest."""
+    widest = BATCH_BUCKETS[-1]
+    return next((b for b in BATCH_BUCKETS if b >= count), -(-count // widest) * widest)

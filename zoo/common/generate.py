@@ -1,0 +1,86 @@
+"""`zoo generate`: text in, text and records out, on any checkpoint."""
+
+from __future__ import annotations
+
+import json as json_files
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+import zoo
+from zoo.common.engine import Completion, Engine
+from zoo.common.hub import locate
+from zoo.common.sampling import SamplingParams
+from zoo.common.serving import ForServing
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt, the text drawn after it (special tokens left out), and its record."""
+
+    prompt: str
+    text: str
+    completion: Completion
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "text": self.text, "completion": self.completion.to_dict()}
+
+
+def generate_command(
+    checkpoint: str | Path,
+    prompts: str | Sequence[str],
+    max_new_tokens: int = 128,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    prompt_log_probs: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    json: str | Path | None = None,
+    progress: bool = False,
+) -> list[Generation]:
+    """Draws a continuation of each prompt. Prompt n has the seed `seed + n`, so that equal prompts differ.
+
+    `json` names a file for {"checkpoint", "fingerprint", "generations": [{"prompt", "text", "completion"}]}, written when all
+    are done. ValueError in one sentence for a faulty checkpoint, one without a tokenizer.json, an empty prompt or bad parameters.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise ValueError("there is no prompt")
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos)
+    each = [replace(params, seed=(seed + n) % (1 << 64)) for n in range(len(texts))]
+    tokenizer = read_tokenizer(locate(checkpoint, revision))
+    ids = [tokenizer.encode(text).ids for text in texts]
+    model = zoo.load(checkpoint, "serving", device=device, dtype=dtype, revision=revision)
+    assert isinstance(model, ForServing)
+    engine = Engine(model, progress=progress)
+    done = engine.generate(ids, each, prompt_log_probs=prompt_log_probs)
+    made = [Generation(p, tokenizer.decode(list(c.output_ids)), c) for p, c in zip(texts, done, strict=True)]
+    if json is not None:
+        fields = {
+            "checkpoint": str(checkpoint),
+            "fingerprint": engine.fingerprint().to_dict(),
+            "generations": [generation.to_dict() for generation in made],
+        }
+        Path(json).write_text(json_files.dumps(fields, indent=2) + "\n")
+    return made
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The checkpoint's tokenizer.json. ValueError if there is none or it can't be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json, so a prompt can't be turned into tokens")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} can't be read ({error})") from error

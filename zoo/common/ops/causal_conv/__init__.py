@@ -1,0 +1,56 @@
+"""causal_conv: a short depthwise convolution over each sequence's rows, and SiLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.delta_memory import ConvCarry, PackedDelta
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+CONTRACT = Contract(
+    name="causal_conv",
+    version=1,
+    shapes="x_RC (rows may be strided), weight_C4, the three rows before each sequence's first (zeros at a document's start) -> [R, C]",
+    rounds="once, from FP32, after SiLU",
+    adds="taps oldest first: ((x[-3] w0 + x[-2] w1) + x[-1] w2) + x[0] w3, products rounded; y / (1 + exp(-y))",
+    laws=("row", "column", "split", "place", "shard", "repeat"),
+    backward="closed form in FP32; the weight's gradient adds rows in FP32; documents don't mix",
+    launch="training reads its packed rows; serving also reads and writes three carried rows a sequence",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:causal_conv", f"{__name__}.reference:causal_conv_backward", defining=True),
+        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:causal_conv", f"{__name__}.reference:causal_conv_backward", defining=True),
+    ),
+)  # fmt: skip
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, carry: Tensor | None, slots: Tensor | None, rows: Rows, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, weight, carry)
+        ctx.rows, ctx.provider = rows, provider
+        return provider.function("forward")(x, weight, carry, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None, None
+
+
+@observed(CONTRACT)
+def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows, *, program: Program) -> Tensor:
+    """silu(conv(x)). A `ConvCarry`'s slots advance in place. ValueError if the weight is not [C, 4].
+
+    Gradients are for whole documents, or parts with a constant carry.
+    """
+    if weight_C4.shape != (x_RC.shape[1], 4):
+        raise ValueError(f"causal_conv: rows of {x_RC.shape[1]} channels, a weight of shape {tuple(weight_C4.shape)}")
+    provider = CONTRACT.provider(program)
+    if isinstance(history, PackedDelta):
+        return _CausalConv.apply(x_RC, weight_C4, history.carry_NWC, None, rows, provider)
+    y = _CausalConv.apply(x_RC, weight_C4, history.rows_SWC, history.slot_N, rows, provider)
+    provider.function("advance")(x_RC, history.rows_SWC, history.slot_N, rows)
+    return y

@@ -1,0 +1,86 @@
+"""causal_conv on CUDA: one launch for the rows, one for the carries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.common.ops.tree_kernels import EXACT
+from zoo.common.rows import Rows
+
+BLOCK = 512
+
+
+@triton.jit
+def _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, BACK: tl.constexpr, CARRY: tl.constexpr):
+    """x of the row BACK before this one: of this push, of the carry, or zero before a document's start."""
+    inside = local >= BACK
+    value = tl.load(x_ptr + (row - BACK) * x_stride + column, mask=mask & inside, other=0.0).to(tl.float32)
+    if CARRY:
+        place = carry_ptr + (slot * 3 + (3 - BACK + local)) * channels + column
+        value = tl.where(inside, value, tl.load(place, mask=mask & (inside == 0), other=0.0).to(tl.float32))
+    return value
+
+
+@triton.jit
+def _causal_conv(
+    x_ptr, weight_ptr, carry_ptr, slots_ptr, sequence_ptr, starts_ptr, y_ptr, x_stride, channels,
+    CARRY: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < channels
+    sequence = tl.load(sequence_ptr + row)
+    local = row - tl.load(starts_ptr + sequence).to(tl.int64)
+    slot = tl.load(slots_ptr + sequence).to(tl.int64) if SLOTS else sequence.to(tl.int64)
+    weight = weight_ptr + column * 4
+    total = _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 3, CARRY) * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 2, CARRY) * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
+    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 1, CARRY) * tl.load(weight + 2, mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    total = total + own * tl.load(weight + 3, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * channels + column, tl.div_rn(total, 1.0 + tl.exp(-total)).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _advance(x_ptr, carry_ptr, slots_ptr, starts_ptr, x_stride, channels, BLOCK: tl.constexpr):
+    """The last three rows of the old carry and the pushed rows; all are read before any is written."""
+    sequence = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < channels
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
+    count = tl.load(starts_ptr + sequence + 1).to(tl.int64) - start
+    carry = carry_ptr + tl.load(slots_ptr + sequence).to(tl.int64) * 3 * channels + column
+    first = _last(x_ptr, carry, start, count - 3, x_stride, channels, column, mask)
+    second = _last(x_ptr, carry, start, count - 2, x_stride, channels, column, mask)
+    third = _last(x_ptr, carry, start, count - 1, x_stride, channels, column, mask)
+    tl.store(carry, first, mask=mask)
+    tl.store(carry + channels, second, mask=mask)
+    tl.store(carry + 2 * channels, third, mask=mask)
+
+
+@triton.jit
+def _last(x_ptr, carry, start, local, x_stride, channels, column, mask):
+    pushed = tl.load(x_ptr + (start + local) * x_stride + column, mask=mask & (local >= 0), other=0.0)
+    return tl.where(local >= 0, pushed, tl.load(carry + (3 + local) * channels, mask=mask & (local < 0), other=0.0))
+
+
+def causal_conv(x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, slots_N: Tensor | None, rows: Rows) -> Tensor:
+    """carry [S, 3, C] by slot (by sequence where there are no slots), oldest first; None: zeros."""
+    y = torch.empty(x_RC.shape, dtype=x_RC.dtype, device=x_RC.device)
+    if y.numel():
+        channels = x_RC.shape[1]
+        _causal_conv[(x_RC.shape[0], triton.cdiv(channels, BLOCK))](
+            x_RC, weight_C4, x_RC if carry is None else carry, rows.starts_N1 if slots_N is None else slots_N, rows.sequence_R,
+            rows.starts_N1, y, x_RC.stride(0), channels, CARRY=carry is not None, SLOTS=slots_N is not None, BLOCK=BLOCK, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return y
+
+
+def advance(x_RC: Tensor, carry_SWC: Tensor, slots_N: Tensor, rows: Rows) -> None:
+    """The last three rows of each sequence become its carry."""
+    channels = x_RC.shape[1]
+    grid = (slots_N.shape[0], triton.cdiv(channels, BLOCK))
+    _advance[grid](x_RC, carry_SWC, slots_N, rows.starts_N1, x_RC.stride(0), channels, BLOCK=BLOCK, num_warps=4, **EXACT)

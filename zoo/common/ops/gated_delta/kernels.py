@@ -1,0 +1,384 @@
+"""gated_delta on CUDA: whole chunks in parallel around a scan of states, or one row a sequence replayed from its slot.
+
+Every product of a row is one `tl.dot` over all of K or all 64 lanes, of 64 rows in chunks and of 16 equal rows in a step: the same
+steps in the same order. Chunks are laid out by `_plan`: C, a bound from shapes alone, so nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.common.delta_memory import CHUNK, DeltaState
+from zoo.common.ops.tree_kernels import EXACT
+from zoo.common.rows import Rows
+
+J = tl.constexpr(CHUNK)
+CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
+FOLD_HEADS = 32
+
+
+@triton.jit
+def _plan(starts_ptr, lengths_ptr, chunk_ptr, sequence_ptr, sequences, BLOCK: tl.constexpr):
+    """Per chunk: row of its lane 0, lanes that memory holds, lanes in use (0: a spare chunk), sequence. Per sequence: first chunk, count."""
+    c = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    begin = tl.load(starts_ptr + n, mask=n < sequences, other=0)
+    rows = tl.load(starts_ptr + n + 1, mask=n < sequences, other=0) - begin
+    held = (tl.load(lengths_ptr + n, mask=n < sequences, other=0) - rows) % J
+    count = (held + rows + J - 1) // J
+    ends = tl.cumsum(count, axis=0)
+    mine = (ends - count <= c) & (c < ends)
+    inside = tl.sum(tl.where(mine, c - (ends - count), 0), axis=0) * J
+    cached = tl.sum(tl.where(mine, held, 0), axis=0)
+    tl.store(chunk_ptr + c * 4, tl.sum(tl.where(mine, begin, 0), axis=0) - cached + inside)
+    tl.store(chunk_ptr + c * 4 + 1, tl.maximum(cached - inside, 0))
+    tl.store(chunk_ptr + c * 4 + 2, tl.minimum(tl.maximum(cached + tl.sum(tl.where(mine, rows, 0), axis=0) - inside, 0), J))
+    tl.store(chunk_ptr + c * 4 + 3, tl.sum(tl.where(mine, n, 0), axis=0))
+    if c == 0:
+        tl.store(sequence_ptr + n * 2, ends - count, mask=n < sequences)
+        tl.store(sequence_ptr + n * 2 + 1, count, mask=n < sequences)
+
+
+@triton.jit
+def _chunk(chunk_ptr, c):
+    row, low = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 1)
+    return row, low, tl.load(chunk_ptr + c * 4 + 2), tl.load(chunk_ptr + c * 4 + 3)
+
+
+@triton.jit
+def _rows(x_ptr, cache_ptr, row, stride, low, high, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr):
+    """[64, BLOCK] of a head: lanes below `low` from the cache [64, WIDTH], lanes below `high` from the batch, zeros after them."""
+    lane, column = tl.arange(0, J)[:, None], tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + (row + lane) * stride + column, mask=(lane >= low) & (lane < high), other=0.0)
+    if CACHED:
+        x = tl.where(lane < low, tl.load(cache_ptr + lane * WIDTH + column, mask=lane < low, other=0.0), x)
+    return x
+
+
+@triton.jit
+def _fade(decay):
+    """exp(G_i - G_j) for j <= i, 0 beyond: positive differences never reach exp."""
+    row, lane = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
+    return tl.exp(tl.where(lane <= row, decay[:, None] - decay[None, :], float("-inf")))
+
+
+@triton.jit
+def _fold(log_decay_ptr, cache_ptr, slot_ptr, chunk_ptr, decay_ptr, heads, BLOCK: tl.constexpr, CACHED: tl.constexpr):
+    """decay [C, V, 64]: the left fold of log-decay in each chunk; a lane adds its own rows and no others."""
+    c = tl.program_id(0).to(tl.int64)
+    row, low, high, n = _chunk(chunk_ptr, c)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, J)
+    total = tl.zeros((J, BLOCK), dtype=tl.float32)
+    if CACHED:
+        cache = cache_ptr + (tl.load(slot_ptr + n) * heads + head) * J
+        total += tl.load(cache + low - 1, mask=(head < heads) & (low > 0), other=0.0)[None, :]
+    for i in tl.static_range(J):
+        live = (head < heads) & (i >= low) & (i < high)
+        step = tl.load(log_decay_ptr + (row + i) * heads + head, mask=live, other=0.0)
+        total = tl.where((lane >= i)[:, None] & live[None, :], total + step[None, :], total)
+    if CACHED:
+        held = tl.load(cache[None, :] + lane[:, None], mask=(head < heads)[None, :] & (lane < low)[:, None], other=0.0)
+        total = tl.where((lane < low)[:, None], held, total)
+    tl.store(decay_ptr + (c * heads + head[None, :]) * J + lane[:, None], total, mask=(head < heads)[None, :])
+
+
+@triton.jit
+def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inverse_cache_ptr, slot_ptr, chunk_ptr, decay_ptr,
+           w_ptr, own_ptr, leave_ptr, k_stride, v_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+           CACHED: tl.constexpr):  # fmt: skip
+    """What a chunk's rows need and no state: w, the product of T with beta v, and exp(G_63 - G_j) k_j."""
+    c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, low, high, n = _chunk(chunk_ptr, c)
+    if high == 0:
+        return
+    lane, at = tl.arange(0, J), c * heads + head
+    slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
+    held = slot * heads + head
+    held_key = slot * (heads // REPEAT) + head // REPEAT
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, K, CACHED)
+    beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=(lane >= low) & (lane < high), other=0.0)
+    if CACHED:
+        beta = tl.where(lane < low, tl.load(beta_cache_ptr + held * J + lane, mask=lane < low, other=0.0), beta)
+    decay = tl.load(decay_ptr + at * J + lane)
+    inverse = _invert(tl.dot(k, tl.trans(k), input_precision="ieee") * _fade(decay) * beta[:, None])
+    if CACHED:
+        if high < J:
+            place = inverse_cache_ptr + held * J * J + lane[:, None] * J + lane[None, :]
+            tl.store(place, inverse, mask=(lane < high)[:, None])
+    w = tl.dot((inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype), k, input_precision="ieee")
+    key = tl.arange(0, K)[None, :]
+    tl.store(w_ptr + at * J * K + lane[:, None] * K + key, w.to(k.dtype))
+    leave = k.to(tl.float32) * tl.exp(tl.load(decay_ptr + at * J + J - 1) - decay)[:, None]
+    tl.store(leave_ptr + at * J * K + lane[:, None] * K + key, leave.to(k.dtype))
+    v = _rows(v_ptr + head * E, v_cache_ptr + held * J * E, row, v_stride, low, high, E, E, CACHED)
+    own = tl.dot((inverse * beta[None, :]).to(k.dtype), v, input_precision="ieee")
+    tl.store(own_ptr + at * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], own)
+
+
+@triton.jit
+def _invert(a):
+    """Rows T_i = e_i - sum_j a_ij T_j, right-looking: column j of a and row j of T update all later rows."""
+    row, lane = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
+    inverse = tl.where(row == lane, 1.0, 0.0)
+    for j in range(J - 1):
+        factor = tl.sum(tl.where(lane == j, a, 0.0), axis=1)[:, None] + tl.zeros((J, J), tl.float32)
+        earlier = tl.sum(tl.where(row == j, inverse, 0.0), axis=0)[None, :] + tl.zeros((J, J), tl.float32)
+        inverse = tl.where(row > j, tl.fma(-factor, earlier, inverse), inverse)
+    return inverse
+
+
+@triton.jit
+def _scan(w_ptr, own_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial_ptr, slot_ptr, u_ptr, image_ptr, final_ptr,
+          final_image_ptr, u_cache_ptr, heads, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr,
+          INITIAL: tl.constexpr):  # fmt: skip
+    """The states of one sequence and head, chunk after chunk, for BLOCK columns: each chunk's image and u, the last state."""
+    n, head = tl.program_id(0), tl.program_id(1)
+    lane, key, column = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    first, count = tl.load(sequence_ptr + n * 2).to(tl.int64), tl.load(sequence_ptr + n * 2 + 1)
+    slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
+    held = slot * heads + head
+    tile = key[:, None] * E + column[None, :]
+    state = tl.load(initial_ptr + held * K * E + tile) if INITIAL else tl.zeros((K, BLOCK), dtype=tl.float32)
+    for step in range(count):
+        at = (first + step) * heads + head
+        high = tl.load(chunk_ptr + (first + step) * 4 + 2)
+        image = state.to(w_ptr.dtype.element_ty)
+        tl.store(image_ptr + at * K * E + tile, image)
+        w = tl.load(w_ptr + at * J * K + lane[:, None] * K + key[None, :])
+        own = tl.load(own_ptr + at * J * E + lane[:, None] * E + column[None, :])
+        u = (own - tl.dot(w, image, input_precision="ieee")).to(image.dtype)
+        tl.store(u_ptr + at * J * E + lane[:, None] * E + column[None, :], u)
+        if CACHED:
+            tl.store(u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :], u, mask=(lane < high)[:, None] & (high < J))
+        leave = tl.load(leave_ptr + at * J * K + lane[:, None] * K + key[None, :])
+        added = tl.dot(tl.trans(leave), u, input_precision="ieee")
+        closing = tl.exp(tl.load(decay_ptr + at * J + J - 1)) + tl.zeros((K, BLOCK), dtype=tl.float32)
+        state = tl.where(high == J, tl.fma(closing, state, added), state)
+    tl.store(final_ptr + held * K * E + tile, state)
+    if CACHED:
+        tl.store(final_image_ptr + held * K * E + tile, state.to(w_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _outputs(q_ptr, k_ptr, k_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, u_ptr, image_ptr, out_ptr, q_stride, k_stride, heads, scale,
+             REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+    c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, low, high, n = _chunk(chunk_ptr, c)
+    if high == 0:
+        return
+    lane, key, column, at = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), c * heads + head
+    slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
+    held_key = slot * (heads // REPEAT) + head // REPEAT
+    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, K, False)
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, K, CACHED)
+    decay = tl.load(decay_ptr + at * J + lane)
+    p = (tl.dot(q, tl.trans(k), input_precision="ieee") * _fade(decay)).to(q.dtype)
+    p = tl.where(lane[None, :] <= lane[:, None], p, 0.0)
+    image = tl.load(image_ptr + at * K * E + key[:, None] * E + column[None, :])
+    u = tl.load(u_ptr + at * J * E + lane[:, None] * E + column[None, :], mask=(lane < high)[:, None], other=0.0)
+    read = tl.dot(q, image, input_precision="ieee") * tl.exp(decay)[:, None]
+    out = tl.dot(p, u, read, input_precision="ieee") * scale
+    place = out_ptr + ((row + lane)[:, None] * heads + head) * E + column[None, :]
+    tl.store(place, out.to(q.dtype), mask=(lane >= low)[:, None] & (lane < high)[:, None])
+
+
+@triton.jit
+def _keep(k_ptr, v_ptr, beta_ptr, decay_ptr, chunk_ptr, sequence_ptr, slot_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr,
+          decay_cache_ptr, k_stride, v_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # fmt: skip
+    """The rows of a sequence's unfinished last chunk go to its slot, after every reader of the slot."""
+    n, head = tl.program_id(0), tl.program_id(1)
+    c = (tl.load(sequence_ptr + n * 2) + tl.load(sequence_ptr + n * 2 + 1) - 1).to(tl.int64)
+    row, low, high, _ = _chunk(chunk_ptr, c)
+    if high == J:
+        return
+    lane, slot, at = tl.arange(0, J), tl.load(slot_ptr + n), c * heads + head
+    held = slot * heads + head
+    fresh = (lane >= low) & (lane < high)
+    if head % REPEAT == 0:
+        held_key = slot * (heads // REPEAT) + head // REPEAT
+        k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, K, False)
+        tl.store(k_cache_ptr + held_key * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], k, mask=fresh[:, None])
+    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, E, False)
+    tl.store(v_cache_ptr + held * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], v, mask=fresh[:, None])
+    tl.store(beta_cache_ptr + held * J + lane, tl.load(beta_ptr + (row + lane) * heads + head, mask=fresh, other=0.0), mask=fresh)
+    tl.store(decay_cache_ptr + held * J + lane, tl.load(decay_ptr + at * J + lane), mask=fresh)
+
+
+@triton.jit
+def _equal_rows(x):
+    """[X] -> [16, X]: the smallest tile of a product, one row sixteen times."""
+    return tl.broadcast_to(x[None, :], (16, x.shape[0]))
+
+
+@triton.jit
+def _one_row(x):
+    """[16, X] of equal rows -> [X]."""
+    return tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, x, 0.0), axis=0)
+
+
+@triton.jit
+def _step(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, positions_ptr, slot_ptr, start_ptr, image_ptr, k_cache_ptr, v_cache_ptr,
+          u_cache_ptr, beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, scratch_ptr, out_ptr, q_stride, k_stride, v_stride, heads,
+          scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr):  # fmt: skip
+    """One row of a sequence and head for BLOCK columns; row 63 closes the chunk. It reads lanes before its own and writes its own."""
+    n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i, slot = (tl.load(positions_ptr + n) % J).to(tl.int32), tl.load(slot_ptr + n)
+    lane, key, column = tl.arange(0, J), tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    held, held_key = slot * heads + head, slot * (heads // REPEAT) + head // REPEAT
+    k_cache_ptr += held_key * J * K
+    u_cache = u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :]
+    v_cache = v_cache_ptr + held * J * E + lane[:, None] * E + column[None, :]
+    inverse_cache_ptr += held * J * J
+    state = held * K * E + key[:, None] * E + column[None, :]
+    before, own_lane = lane < i, lane == i
+
+    image = tl.load(image_ptr + state)
+    k_row = tl.load(k_ptr + n * k_stride + head // REPEAT * K + key)
+    v_row = tl.load(v_ptr + n * v_stride + head * E + column)
+    q = _equal_rows(tl.load(q_ptr + n * q_stride + head // REPEAT * K + key))
+    k = tl.load(k_cache_ptr + lane[:, None] * K + key[None, :], mask=before[:, None], other=0.0)
+    k = tl.where(own_lane[:, None], k_row[None, :], k)
+    v = tl.where(own_lane[:, None], v_row[None, :], tl.load(v_cache, mask=before[:, None], other=0.0))
+    u = tl.load(u_cache, mask=before[:, None], other=0.0)
+    beta_row = tl.load(beta_ptr + n * heads + head)
+    beta = tl.where(own_lane, beta_row, tl.load(beta_cache_ptr + held * J + lane, mask=before, other=0.0))
+    total = tl.load(decay_cache_ptr + held * J + i - 1, mask=i > 0, other=0.0) + tl.load(log_decay_ptr + n * heads + head)
+    decay = tl.where(own_lane, total, tl.load(decay_cache_ptr + held * J + lane, mask=before, other=0.0))
+    fade = tl.exp(tl.where(lane <= i, total - decay, float("-inf")))
+
+    a = _one_row(tl.dot(_equal_rows(k_row), tl.trans(k), input_precision="ieee")) * fade * beta_row
+    scratch_ptr += ((n * heads + head) * tl.num_programs(2) + part) * J
+    tl.store(scratch_ptr + lane, tl.where(before, a, 0.0))
+    tl.debug_barrier()
+    inverse = tl.where(own_lane, 1.0, 0.0)
+    for first in range(0, i, 16):  # left-looking: the chain that `_invert` makes for this row
+        for offset in tl.static_range(16):
+            j = first + offset
+            # + 0.0 makes -0 +0, as the sums of `_invert` do
+            earlier = tl.load(inverse_cache_ptr + j * J + lane, mask=(lane <= j) & (j < i), other=0.0) + 0.0
+            factor = tl.load(scratch_ptr + j) + tl.zeros((J,), tl.float32)
+            inverse = tl.where(j < i, tl.fma(-factor, earlier, inverse), inverse)
+
+    left = _equal_rows((inverse * (beta * tl.exp(decay))).to(k.dtype))
+    w = tl.dot(left, k, input_precision="ieee").to(k.dtype)
+    own = tl.dot(_equal_rows((inverse * beta).to(k.dtype)), v, input_precision="ieee")
+    u_row = _one_row((own - tl.dot(w, image, input_precision="ieee")).to(k.dtype).to(tl.float32)).to(k.dtype)
+    u = tl.where(own_lane[:, None], u_row[None, :], u)
+    p = (tl.dot(q, tl.trans(k), input_precision="ieee") * _equal_rows(fade)).to(k.dtype)
+    p = tl.where((lane <= i)[None, :], p, 0.0)
+    read = tl.dot(q, image, input_precision="ieee") * tl.exp(total)
+    out = _one_row(tl.dot(p, u, read, input_precision="ieee") * scale)
+    tl.store(out_ptr + (n * heads + head) * E + column, out.to(k.dtype))
+
+    tl.store(u_cache, tl.broadcast_to(u_row[None, :], (J, BLOCK)), mask=own_lane[:, None])
+    tl.store(v_cache, tl.broadcast_to(v_row[None, :], (J, BLOCK)), mask=own_lane[:, None])
+    if part == 0:
+        tl.store(inverse_cache_ptr + i * J + lane, inverse)
+        tl.store(beta_cache_ptr + held * J + i, beta_row)
+        tl.store(decay_cache_ptr + held * J + i, total)
+        if head % REPEAT == 0:
+            tl.store(k_cache_ptr + i * K + key, k_row)
+    if i == J - 1:
+        tl.debug_barrier()  # u is read back in narrow blocks, its last row from this launch
+        leave = tl.trans((k.to(tl.float32) * fade[:, None]).to(k.dtype))
+        for first in range(0, BLOCK, NARROW):
+            narrow = part * BLOCK + first + tl.arange(0, NARROW)
+            news = tl.load(u_cache_ptr + held * J * E + lane[:, None] * E + narrow[None, :])
+            place = held * K * E + key[:, None] * E + narrow[None, :]
+            added = tl.dot(leave, news, input_precision="ieee")
+            closing = tl.exp(total) + tl.zeros((K, NARROW), dtype=tl.float32)
+            closed = tl.fma(closing, tl.load(start_ptr + place), added)
+            tl.store(start_ptr + place, closed)
+            tl.store(image_ptr + place, closed.to(k.dtype))
+
+
+def gated_delta(
+    q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, initial_NVKE: Tensor | None, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """(o_RVE, the state after each document's last whole chunk)."""
+    shape = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
+    final = torch.empty(shape, dtype=torch.float32, device=q_RHK.device)
+    initial = None if initial_NVKE is None else initial_NVKE.float().contiguous()
+    return _by_chunks(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, final, None, rows), final
+
+
+def serve(
+    q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows
+) -> Tensor:
+    """o_RVE; the slots of `state` advance in place. One row a sequence can be captured in a CUDA graph."""
+    operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
+    if rows.max_rows > 1:
+        return _by_chunks(*operands, state.start_SVKE, state.start_SVKE, state, rows)
+    return _by_steps(*operands, state, rows)
+
+
+def _heads_contiguous(x_RHK: Tensor) -> Tensor:
+    """Rows may be slices of wider ones; inside a row heads follow each other."""
+    return x_RHK if x_RHK.stride()[1:] == (x_RHK.shape[2], 1) else x_RHK.contiguous()
+
+
+def _by_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, final: Tensor, state: DeltaState | None, rows: Rows
+) -> Tensor:
+    q, k, v = (_heads_contiguous(t) for t in (q, k, v))
+    log_decay, beta = log_decay.contiguous(), beta.contiguous()
+    (count, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    sequences, repeat, cached = rows.starts_N1.shape[0] - 1, heads // key_heads, state is not None
+    chunks = count // CHUNK + 2 * sequences
+    integers, exact = {"dtype": torch.int32, "device": q.device}, {"dtype": torch.float32, "device": q.device}
+    chunk, sequence = torch.empty(chunks, 4, **integers), torch.empty(sequences, 2, **integers)
+    _plan[(chunks,)](rows.starts_N1, rows.lengths_N, chunk, sequence, sequences, BLOCK=triton.next_power_of_2(sequences))
+    decay = torch.empty(chunks, heads, CHUNK, **exact)
+    w, leave = (k.new_empty(chunks, heads, CHUNK, key_dim) for _ in range(2))
+    own, u = torch.empty(chunks, heads, CHUNK, value_dim, **exact), v.new_empty(chunks, heads, CHUNK, value_dim)
+    image, out = v.new_empty(chunks, heads, key_dim, value_dim), v.new_empty(v.shape)
+    if state is None:
+        slot = k_cache = v_cache = u_cache = beta_cache = decay_cache = inverse_cache = final_image = chunk  # never read
+    else:
+        slot, k_cache, v_cache, u_cache = state.slot_N, state.k_SHJK, state.v_SVJE, state.u_SVJE
+        beta_cache, decay_cache, inverse_cache, final_image = state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, state.image_SVKE
+    sizes = {"REPEAT": repeat, "K": key_dim, "E": value_dim}
+    _fold[(chunks, triton.cdiv(heads, FOLD_HEADS))](
+        log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=4, **EXACT
+    )
+    _local[(chunks, heads)](
+        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, w, own, leave, k.stride(0), v.stride(0), heads,
+        **sizes, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
+    )  # fmt: skip
+    narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
+    _scan[(sequences, heads, value_dim // narrow)](
+        w, own, leave, decay, chunk, sequence, chunk if initial is None else initial, slot, u, image, final, final_image, u_cache, heads,
+        K=key_dim, E=value_dim, BLOCK=narrow, CACHED=cached, INITIAL=initial is not None, num_warps=4, num_stages=2, **EXACT,
+    )  # fmt: skip
+    wide = min(value_dim, 64)
+    _outputs[(chunks, heads, value_dim // wide)](
+        q, k, k_cache, slot, chunk, decay, u, image, out, q.stride(0), k.stride(0), heads, key_dim**-0.5,
+        **sizes, BLOCK=wide, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
+    )  # fmt: skip
+    if cached:
+        _keep[(sequences, heads)](
+            k, v, beta, decay, chunk, sequence, slot, k_cache, v_cache, beta_cache, decay_cache, k.stride(0), v.stride(0), heads,
+            **sizes, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+def _by_steps(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows
+) -> Tensor:
+    q, k, v = (_heads_contiguous(t) for t in (q, k, v))
+    (count, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    block = min(value_dim, 32 if count * heads <= 64 else 64 if count * heads <= 256 else 128)
+    scratch = torch.empty(count, heads, value_dim // block, CHUNK, dtype=torch.float32, device=q.device)
+    out = v.new_empty(v.shape)
+    _step[(count, heads, value_dim // block)](
+        q, k, v, log_decay.contiguous(), beta.contiguous(), rows.positions_R, state.slot_N, state.start_SVKE, state.image_SVKE,
+        state.k_SHJK, state.v_SVJE, state.u_SVJE, state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, scratch, out,
+        q.stride(0), k.stride(0), v.stride(0), heads, key_dim**-0.5, REPEAT=heads // key_heads, K=key_dim, E=value_dim, BLOCK=block,
+        NARROW=min(block, CLOSE_COLUMNS), num_warps=4, num_stages=1, **EXACT,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,207 @@
+"""Qwen3.5 and Qwen3.6 configurations (dense and mixture of experts): the text part, read field by field from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.common.config import FieldReader
+
+CONV_WIDTH = 4
+
+IGNORED = frozenset({
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "_name_or_path", "chunk_size_feed_forward",
+    "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation", "mamba_ssm_dtype",
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval", "partial_rotary_factor", "num_local_experts",
+})  # fmt: skip
+# of a published vision-language config: read by nobody here, written back as they were
+WRAPPER = frozenset({
+    "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "language_model_only", "text_config",
+})  # fmt: skip
+TYPES = {
+    "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_5_moe_text": "qwen3_5_moe",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Qwen35Config:
+    """Geometry of a Qwen3.5 or 3.6 text model. `full` marks the layers of full attention; `experts` is 0 for the dense family.
+
+    wrapped  the names carry the vision-language model's prefix
+    """
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    inner: int
+    eps: float
+    theta: float
+    positions: int
+    tied: bool
+    full: tuple[bool, ...]
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    eos: tuple[int, ...] = ()
+    wrapped: bool = False
+    published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3_5_moe" if self.experts else "qwen3_5"
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
+        """Reads a config.json, of the text model or of the vision-language model around it. ValueError names the field and value."""
+        wrapped = "text_config" in fields
+        text = fields
+        if wrapped:
+            outer = FieldReader("qwen3_5", fields, WRAPPER)
+            outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
+            outer.finish()
+            text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **fields["text_config"]}
+        read = FieldReader("qwen3_5", text, IGNORED)
+        kind = TYPES[read.one_of("model_type", *TYPES)]
+        read.only("hidden_act", "silu")
+        read.only("attention_bias", False, absent=False)
+        read.only("attn_output_gate", True, absent=True)
+        read.only("output_gate_type", "swish", absent="swish")
+        read.only("linear_conv_kernel_dim", CONV_WIDTH)
+        read.only("mlp_only_layers", [], absent=[])
+        layers = read.integer("num_hidden_layers")
+        heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
+        if heads % kv_heads:
+            raise ValueError(f"qwen3_5: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        key_heads, value_heads = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
+        if value_heads % key_heads:
+            raise ValueError(f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
+        head_dim = read.integer("head_dim")
+        mixture: dict[str, Any] = {"inner": 0}
+        if kind == "qwen3_5_moe":
+            mixture |= {
+                "experts": read.integer("num_experts"),
+                "experts_per_token": read.integer("num_experts_per_tok"),
+                "expert_inner": read.integer("moe_intermediate_size"),
+                "shared_inner": read.integer("shared_expert_intermediate_size"),
+            }
+            read.raw("intermediate_size", None)
+        else:
+            mixture["inner"] = read.integer("intermediate_size")
+        theta, rotated = read.partial_rope(head_dim)
+        config = cls(
+            vocabulary=read.integer("vocab_size"),
+            hidden=read.integer("hidden_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotated=rotated,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=read.integer("linear_key_head_dim"),
+            value_dim=read.integer("linear_value_head_dim"),
+            eps=read.number("rms_norm_eps"),
+            theta=theta,
+            positions=read.integer("max_position_embeddings"),
+            tied=read.boolean("tie_word_embeddings"),
+            full=_full_layers(read, layers),
+            eos=read.tokens("eos_token_id"),
+            wrapped=wrapped,
+            published=fields,
+            **mixture,
+        )
+        read.finish()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The published fields of this geometry (as read, if it was read)."""
+        if self.published:
+            return dict(self.published)
+        fields: dict[str, Any] = {
+            "architectures": ["Qwen3_5MoeForCausalLM" if self.experts else "Qwen3_5ForCausalLM"],
+            "model_type": f"{self.model_type}_text",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "linear_conv_kernel_dim": CONV_WIDTH,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "layer_types": ["full_attention" if full else "linear_attention" for full in self.full],
+            "rms_norm_eps": self.eps,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": self.theta, "partial_rotary_factor": self.rotated / self.head_dim,
+            },
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": "bfloat16",
+        }  # fmt: skip
+        if self.eos:
+            fields["eos_token_id"] = list(self.eos) if len(self.eos) > 1 else self.eos[0]
+        if self.experts:
+            fields |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "moe_intermediate_size": self.expert_inner,
+                "shared_expert_intermediate_size": self.shared_inner,
+            }
+        else:
+            fields["intermediate_size"] = self.inner
+        return fields
+
+
+def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
+    """From layer_types, or every `full_attention_interval`-th layer."""
+    types = read.raw("layer_types", None)
+    if types is None:
+        interval = read.integer("full_attention_interval")
+        return tuple((i + 1) % interval == 0 for i in range(layers))
+    unknown = set(types) - {"full_attention", "linear_attention"}
+    if unknown or len(types) != layers:
+        raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {sorted(unknown)}")
+    return tuple(kind == "full_attention" for kind in types)
+
+
+def _size(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, inner: int, tied: bool, **mixture: int) -> Qwen35Config:
+    full = tuple((i + 1) % 4 == 0 for i in range(layers))
+    return Qwen35Config(
+        248320, hidden, layers, heads, kv_heads, 256, 64, 16, value_heads, 128, 128, inner, 1e-6, 1e7, 262144, tied, full,
+        eos=(248044,), **mixture,
+    )  # fmt: skip
+
+
+_TINY = (False, False, False, True)
+SIZES = {
+    "tiny": Qwen35Config(512, 128, 4, 4, 2, 64, 32, 2, 4, 32, 32, 256, 1e-6, 1e7, 4096, False, _TINY, eos=(2,)),
+    "4b": _size(2560, 32, 16, 4, 32, 9216, True),
+    "9b": _size(4096, 32, 16, 4, 32, 12288, False),
+    "27b": _size(5120, 64, 24, 4, 48, 17408, False),
+}
+MOE_SIZES = {
+    "tiny": Qwen35Config(512, 128, 4, 4, 2, 64, 32, 2, 4, 32, 32, 0, 1e-6, 1e7, 4096, False, _TINY, 8, 2, 64, 64, eos=(2,)),
+    "35b-a3b": _size(2048, 40, 16, 2, 32, 0, False, experts=256, experts_per_token=8, expert_inner=512, shared_inner=512),
+    "122b-a10b": _size(3072, 48, 32, 2, 64, 0, False, experts=256, experts_per_token=8, expert_inner=1024, shared_inner=1024),
+    "397b-a17b": _size(4096, 60, 32, 2, 64, 0, False, experts=512, experts_per_token=10, expert_inner=1024, shared_inner=1024),
+}

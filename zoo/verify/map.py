@@ -1,0 +1,134 @@
+"""The operation map: every op call of a real run, in order, with its contract's own words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from zoo.common.ops import CONTRACTS
+from zoo.verify import ways
+from zoo.verify.calls import Call
+from zoo.verify.subject import Subject
+from zoo.verify.trace import Tracer
+
+PHASES = ("training", "prefill", "decode")
+
+
+@dataclass
+class Place:
+    """One op call of the model, its layer number as `*`. launched: provider and rows of the call in each phase."""
+
+    layer: str
+    op: str
+    call: str
+    byte_class: str
+    inputs: str
+    outputs: str
+    launched: dict[str, str] = field(default_factory=dict)
+
+
+class _Recorder(Tracer):
+    """Keeps each call instead of its checksums."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.calls: list[tuple[str, Call]] = []
+
+    def _observe(self, contract: Any, seen: dict[str, Any], result: Any) -> None:
+        if self._batch is not None:
+            self.calls.append((self._path[-1] if self._path else "head", Call.of(contract, seen, result)))
+
+
+def operation_map(subject: Subject) -> list[Place]:
+    """Runs training, prefill and one decode step of a short sequence. Every layer of one kind is one entry."""
+    subject.draw((40, 5))
+    places: dict[tuple[str, str], Place] = {}
+    for phase in PHASES:
+        model = subject.trainer if phase == "training" else subject.server
+        with _Recorder(model) as recorder:
+            if phase == "training":
+                ways.exhaust(ways.train(subject, recorder, [0, 1]))
+            elif phase == "prefill":
+                ways.exhaust(ways.prefill(subject, recorder, [0, 1]))
+            else:
+                ways.exhaust(ways.decode(subject, recorder, [0, 1], tail=1))
+        seen: set[tuple[str, str]] = set()
+        # decode prefills up to its last token first: its own calls are the last ones of each place
+        for layer, call in reversed(recorder.calls) if phase == "decode" else recorder.calls:
+            name = re.sub(r"\.\d+(?=\.|$)", ".*", layer)
+            key = (name, call.name)
+            if key in seen:
+                continue
+            seen.add(key)
+            place = places.setdefault(key, _place(name, call))
+            place.launched[phase] = f"{call.provider.name}, {_rows(call)}"
+    return list(places.values())
+
+
+def _place(layer: str, call: Call) -> Place:
+    inputs = [f"{n} {_kind(v)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
+    outputs = [_kind(t) for _, t in call.outputs()]
+    byte_class = call.program.byte_class(call.contract.name)
+    return Place(layer, call.contract.name, call.name, byte_class, ", ".join(inputs), ", ".join(outputs))
+
+
+def _kind(x: Tensor) -> str:
+    name = str(x.dtype).removeprefix("torch.")
+    short = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64"}.get(name, name)
+    return f"{short}{list(x.shape)}"
+
+
+def _rows(call: Call) -> str:
+    rows = next(t for _, t in call.outputs()).shape[0]
+    history = call.arguments.get("history")
+    if history is None:
+        return f"{rows} rows"
+    keys = "packed keys" if history.page_table_NB is None else f"keys in pages of {history.k.shape[1]}"
+    return f"{rows} rows, {keys}"
+
+
+def to_dict(subject: Subject, places: list[Place]) -> dict[str, Any]:
+    used = sorted({p.op for p in places})
+    return {
+        "arch": subject.arch,
+        "device": str(subject.device),
+        "program": subject.trainer.program.name,
+        "calls": [asdict(p) for p in places],
+        "contracts": {name: words(name) for name in used},
+    }
+
+
+def words(op: str) -> dict[str, str]:
+    """An op's promise in its own words."""
+    c = CONTRACTS[op]
+    return {
+        "version": str(c.version),
+        "shapes": c.shapes,
+        "rounds": c.rounds,
+        "adds": c.adds,
+        "laws": ", ".join(c.laws),
+        "backward": c.backward,
+        "launch": c.launch,
+    }
+
+
+def show(subject: Subject, places: list[Place], console: Console) -> None:
+    table = Table(title=f"{subject.arch}: op calls in order, program {subject.trainer.program.name!r} on {subject.device}", show_lines=True)
+    for column in ("layer", "op (byte class)", "results", *PHASES):
+        table.add_column(column, overflow="fold")
+    for p in places:
+        table.add_row(p.layer, f"{p.call}\n({p.byte_class})", p.outputs, *[p.launched.get(phase, "-") for phase in PHASES])
+    console.print(table)
+    for op in dict.fromkeys(p.op for p in places):
+        console.print(f"[bold]{op}[/bold] version {CONTRACTS[op].version}")
+        for name, text in words(op).items():
+            if name != "version":
+                console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True, markup=False)
+
+
