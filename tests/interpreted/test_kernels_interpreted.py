@@ -1,17 +1,22 @@
 """Kernels of the dense and routing ops in Triton's interpreter, against the CPU references.
 
 Bytes must be equal wherever no exp is taken: numpy's exp and torch's differ in the last bits, so there a few ulp of FP32 pass.
-The interpreter's products of bf16 tiles are wrong, so `linear` is run in FP32.
+The interpreter's products of bf16 tiles are wrong, so `linear` is run in FP32. Its cast from FP32 to BF16 cuts off where a GPU
+rounds to nearest even, and its sums start from +0 where a GPU adds the operands alone: these tests mend both.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+import triton.runtime.interpreter as interpreter  # noqa: E402
 
 from zoo.common.ops import rope_table  # noqa: E402
 from zoo.common.ops.combine import kernels as combine_kernels  # noqa: E402
@@ -36,6 +41,28 @@ pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP32 to BF16 and back as torch does it; sums that keep the sign of a zero."""
+    convert = interpreter._convert_float
+
+    def cast(data: numpy.ndarray, source: Any, target: Any, rounding: Any) -> numpy.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            values = torch.from_numpy(numpy.array(data, dtype=numpy.float32, ndmin=1))
+            return values.to(BF16).view(torch.int16).numpy().view(numpy.uint16).reshape(data.shape)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(data.shape)
+        return convert(data, source, target, rounding)
+
+    def total(reduction: Any, operand: Any) -> Any:
+        data = operand.handle.data
+        start = -0.0 if data.dtype.kind == "f" else 0
+        return reduction.to_tensor(numpy.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=start), operand.dtype)
+
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+    monkeypatch.setattr(interpreter.ReduceOps, "sum", total)
 
 
 def same(got: Tensor, wanted: Tensor) -> bool:
@@ -142,7 +169,9 @@ def test_rms_norm_backward(shape: tuple[int, ...], carried: bool) -> None:
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rope(heads: int, width: int, rotated: int, inverse: bool) -> None:
     x = torch.randn(7, heads * width + 40).to(BF16)[:, : heads * width].unflatten(1, (heads, width))
+    x[:, :, ::3], x[:, :, 1::5] = 0.0, -0.0
     table, positions = rope_table(50, rotated, 1e4), torch.randint(0, 50, (7,))
+    positions[:2] = 0  # a sine of zero: signs of zeros must come out right
     wanted = rope_reference.rope(x, table, positions, inverse)
     assert same(rope_kernels.rope(x, table, positions, inverse), wanted)
     assert not same(rope_kernels.rope(x, table, (positions + 1) % 50, inverse), wanted)
@@ -226,6 +255,17 @@ def test_combine(contributors: int, shared: bool, dtype: torch.dtype) -> None:
         other = combine_kernels.combine(x, weights, chosen.flip(1), extra, *args[4:])
         assert not same(other, wanted)
     assert combine_kernels.combine(x[:0], weights[:0], chosen[:0], None, *args[4:]).shape == (0, width)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_combine_keeps_the_sign_of_a_zero(shared: bool) -> None:
+    """Three leaves that round to -0, and no fourth: padding the tree with +0 would turn the sum into +0."""
+    x = torch.full((2, 3, 8), -(2.0**-133)).to(BF16)
+    weights, chosen = torch.full((2, 3), 0.1), torch.tensor([[0, 4, 8], [9, 5, 1]])
+    extra = torch.full((2, 8), -0.0, dtype=BF16) if shared else None
+    got = combine_kernels.combine(x, weights, chosen, extra, 4, 3)
+    assert same(got, combine_reference.combine(x, weights, chosen, extra, 4, 3))
+    assert bool(got.signbit().all())
 
 
 def test_combine_backward() -> None:

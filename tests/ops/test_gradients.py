@@ -90,11 +90,12 @@ def test_cuda_backward_errs_by_its_roundings_only(case: Case) -> None:
 
 
 def _along_a_direction(case: Case, factor: float = 1.0) -> float:
-    """|slope by finite differences - gradient . direction| over the gradient's size; the slope is of a fixed sum of the outputs."""
+    """|slope by finite differences - gradient . direction| over the gradient's size, for a fixed sum of the outputs."""
     args = case.make(6, "cpu", torch.float64)
     generator, upstream = torch.Generator().manual_seed(7), torch.Generator().manual_seed(0)
     outputs, found = gradients(Trial(case, ALIGNED, args).call, args, case.gradients)
-    direction = {name: torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in found.items()}
+    # each number moves in proportion to itself, so that one step suits all of a wide range
+    direction = {name: args[name] * torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in found.items()}
     live = [i for i, (_, t) in enumerate(tensors(outputs)) if t.requires_grad]
     # the same numbers as `gradients` draws
     weights = [torch.randn(tensors(outputs)[i][1].shape, generator=upstream).bfloat16().double() for i in live]
@@ -105,7 +106,7 @@ def _along_a_direction(case: Case, factor: float = 1.0) -> float:
         return sum(float((values[i][1] * w).sum()) for i, w in zip(live, weights, strict=True))
 
     slope, step = sum(float((found[name] * d).sum()) for name, d in direction.items()), 1e-5
-    size = sum(float(g.square().sum()) for g in found.values()) ** 0.5
+    size = sum(float((found[name] * d).square().sum()) for name, d in direction.items()) ** 0.5
     return abs((loss(step) - loss(-step)) / (2 * step) - factor * slope) / size
 
 

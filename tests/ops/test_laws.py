@@ -79,12 +79,12 @@ def _caught(name: str, law: str, fault: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("segment", [64, 128])
+@pytest.mark.parametrize("segment", [64, 128])  # one key tile, and two
 @pytest.mark.parametrize("law", CONTRACTS["attention"].laws)
 def test_attention_in_short_segments(segment: int, law: str) -> None:
     program = replace(ALIGNED, key_segments=((256, segment),))
     for case in cases_of("attention", program):
-        if law in case.laws:
+        if law in case.laws and max(case.make(0, "cpu", torch.bfloat16)["lengths"]) > segment:
             check(case, law, program, seed=segment)
 
 

@@ -64,11 +64,17 @@ class PagedKeyValues:
     page_table_NB: Tensor
 
     def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
-        page_size = self.k_PSGE.shape[1]
-        page_R = self.page_table_NB[rows.sequence_R, rows.positions_R // page_size].long()
-        slot_R = page_R * page_size + rows.positions_R % page_size
-        self.k_PSGE.view(-1, *self.k_PSGE.shape[2:])[slot_R] = k_RGE
-        self.v_PSGE.view(-1, *self.v_PSGE.shape[2:])[slot_R] = v_RGE
+        if self.k_PSGE.is_cuda:
+            from zoo.common.page_kernels import write_rows
+
+            if rows.count:
+                write_rows(k_RGE, v_RGE, self.k_PSGE, self.v_PSGE, self.page_table_NB, rows)
+        else:
+            page_size = self.k_PSGE.shape[1]
+            page_R = self.page_table_NB[rows.sequence_R, rows.positions_R // page_size].long()
+            slot_R = page_R * page_size + rows.positions_R % page_size
+            self.k_PSGE.view(-1, *self.k_PSGE.shape[2:])[slot_R] = k_RGE
+            self.v_PSGE.view(-1, *self.v_PSGE.shape[2:])[slot_R] = v_RGE
         return KeyValues(self.k_PSGE, self.v_PSGE, self.page_table_NB)
 
 

@@ -1,7 +1,7 @@
 """Which providers this machine has admitted: a stored qualification per GPU and toolchain, written by `zoo qualify`.
 
-A provider that does not define its byte class runs a shape only where its bytes were found equal to the defining provider's on this
-GPU and toolchain. The store is read once; `reload` after it was written.
+A provider that does not define its byte class runs a shape only where its bytes were found equal to the defining provider's on
+this GPU and toolchain. The store is read once; `reload` after it was written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read(path: Path) -> list[Verdict]:
             raise ValueError(f"format {fields['format']}, this version reads {FORMAT}")
         verdicts = [Verdict(**{**v, "shape": tuple(v["shape"])}) for v in fields["verdicts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the qualification store {path} can't be read ({error}): delete it and run `zoo qualify` again") from error
+        raise ValueError(f"the qualifications in {path} can't be read ({error}): delete the file and run `zoo qualify`") from error
     return [v for v in verdicts if v.op in CONTRACTS and CONTRACTS[v.op].version == v.contract_version]
 
 
@@ -126,7 +126,7 @@ def reason(op: str, provider: str, shape: tuple[int, ...]) -> str:
 
 
 def state(chosen: Iterable[tuple[str, tuple[int, ...]]], device: str) -> str:
-    """For fingerprints: "qualified" if each candidate of each (op, shape) has a verdict here; else, and on a CPU, "unqualified"."""
+    """For fingerprints: "qualified" if every candidate of every (op, shape) has a verdict; else, and on a CPU, "unqualified"."""
     found = device == "cuda" and all(tried(op, p, shape) for op, shape in chosen for p in candidates(op, shape))
     return "qualified" if found else "unqualified"
 

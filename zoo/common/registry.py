@@ -13,8 +13,12 @@ ROLES = ("rl", "serving")
 _CLASSES = {
     "qwen3": "zoo.qwen3:Qwen3",
     "qwen3_moe": "zoo.qwen3:Qwen3",
+    "qwen3_5": "zoo.qwen3_5:Qwen35",
+    "qwen3_5_text": "zoo.qwen3_5:Qwen35",
+    "qwen3_5_moe": "zoo.qwen3_5:Qwen35",
+    "qwen3_5_moe_text": "zoo.qwen3_5:Qwen35",
 }
-_PLANNED = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v4")
+_PLANNED = ("glm_moe_dsa", "deepseek_v4")
 
 
 def model_class(fields: dict[str, Any], role: str = "rl") -> type[Pretrained]:

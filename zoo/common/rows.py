@@ -5,7 +5,8 @@ A row is one token's activation. Activations are packed `[R, ...]`; there is no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Rows:
     lengths_N    int32, tokens of sequence n in memory after these rows are pushed
     max_rows     host bound on the rows of one sequence (shapes a launch, never a byte)
     max_length   host bound on lengths_N (likewise)
+    launch       what a launch derives from the rows once for all layers; ops fill it
     """
 
     positions_R: Tensor
@@ -29,6 +31,7 @@ class Rows:
     lengths_N: Tensor
     max_rows: int
     max_length: int
+    launch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def count(self) -> int:

@@ -83,8 +83,10 @@ class DecodeGraph:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
             for _ in range(2):
+                self.rows.launch.clear()
                 model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
         torch.cuda.current_stream().wait_stream(side)
+        self.rows.launch.clear()  # derived tensors must be made inside the graph, from each replay's inputs
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.logits_NV = model.decode(self.ids_N, self.rows, memory, self.page_table_NB)

@@ -77,13 +77,12 @@ class ForRL(Pretrained, nn.Module):
 
         input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here
         and only here. labels have the shape of input_ids; label r + 1 is what row r is scored on, -100 is ignored. The loss is the
-        mean negative log-probability, or the sum over `num_items_in_batch`.
+        mean negative log-probability, or the sum over `num_items_in_batch`. ValueError for shapes, ids, labels or bounds that do
+        not fit each other or the model.
         """
-        if input_ids.dim() == 1:
-            if cu_seqlens is None:
-                raise ValueError("input_ids [R] need cu_seqlens: rows without document bounds would read each other")
-            ids_R, starts = input_ids, cu_seqlens
-            keep = None
+        _check_shapes(input_ids, cu_seqlens, attention_mask, labels)
+        if cu_seqlens is not None:
+            ids_R, starts, keep = input_ids, cu_seqlens, None
         else:
             keep = _kept(input_ids, attention_mask)
             ids_R = input_ids[keep]
@@ -101,7 +100,9 @@ class ForRL(Pretrained, nn.Module):
 
     def _loss(self, hidden_RD: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
         valid = targets_R != IGNORE
-        scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R.clamp(min=0), program=self.program)
+        targets_R = torch.where(valid, targets_R, 0)
+        self._check_ids(targets_R)
+        scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program)
         total = -torch.where(valid, scores.log_prob_R, 0.0).sum()
         return total / (valid.sum() if items is None else items)
 
@@ -131,7 +132,7 @@ class ForRL(Pretrained, nn.Module):
             scored_R = target_ids != IGNORE
         elif target_ids.shape != input_ids.shape:
             raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
-        targets_R = target_ids.clamp(min=0)
+        targets_R = torch.where(scored_R, target_ids, 0)
         self._check_ids(targets_R)
         head = self.model.head_weight_VD
         params = self._sampling_rows(sampling, rows)
@@ -153,6 +154,8 @@ class ForRL(Pretrained, nn.Module):
         return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)
 
     def _rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
+        if ids_R.dim() != 1:
+            raise ValueError(f"input_ids must be packed rows [R], not {list(ids_R.shape)}")
         starts = check_cu_seqlens(cu_seqlens)
         if starts[-1] != ids_R.shape[0]:
             raise ValueError(f"cu_seqlens ends at {starts[-1]}, there are {ids_R.shape[0]} tokens")
@@ -186,15 +189,33 @@ def next_in_document(values_R: Tensor, rows: Rows, last: int) -> Tensor:
     return shifted
 
 
+def _check_shapes(ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"input_ids must be packed rows [R] or a batch [B, T], not {list(ids.shape)}")
+    if ids.dim() == 1 and cu_seqlens is None:
+        raise ValueError("input_ids [R] need cu_seqlens: rows without document bounds would read each other")
+    if ids.dim() == 2 and cu_seqlens is not None:
+        raise ValueError(f"cu_seqlens bound packed rows [R], input_ids is a batch {list(ids.shape)}")
+    if ids.dim() == 1 and attention_mask is not None:
+        raise ValueError(f"attention_mask marks the padding of a batch [B, T], input_ids is packed {list(ids.shape)}")
+    for name, given in (("attention_mask", attention_mask), ("labels", labels)):
+        if given is not None and given.shape != ids.shape:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}")
+
+
 def _kept(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Bool [B, T]: the rows that are tokens. Each sequence is one run of them, padded on either side."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
     keep = attention_mask.bool()
     empty = (~keep.any(1)).nonzero()
     if empty.numel():
         raise ValueError(f"sequence {int(empty[0])} of the batch has no token: its attention_mask is all zero")
-    if ((keep[:, 1:].int() - keep[:, :-1].int()).abs().sum(1) > 1).any():
-        raise ValueError("attention_mask has a hole: each sequence must be one run of ones")
+    begins = keep & ~torch.nn.functional.pad(keep[:, :-1], (1, 0))
+    holes = (begins.sum(1) > 1).nonzero()
+    if holes.numel():
+        sequence = int(holes[0])
+        first, after = begins[sequence].nonzero()[:2, 0].tolist()
+        hole = first + int((~keep[sequence, first:]).nonzero()[0])
+        raise ValueError(f"attention_mask of sequence {sequence} has a hole at position {hole}, before the token at {after}")
     return keep

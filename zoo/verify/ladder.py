@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.common.engine import Completion
 from zoo.verify import live, ways
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Row, Spot, Tally, emptiness, shared_pattern
@@ -92,7 +93,8 @@ class Ladder:
 
     def short(self) -> list[int]:
         """The documents that take a backward pass: the shortest ones that fit the settings' rows, at least one."""
-        chosen, rows = [], 0
+        chosen: list[int] = []
+        rows = 0
         for d in sorted(self.documents, key=self.subject.length):
             rows += self.subject.length(d)
             if chosen and rows > self.settings.backward_rows:
@@ -187,7 +189,9 @@ class Ladder:
         weight = torch.linspace(0.5, 1.5, ids.shape[0], device=subject.device)
         before, trainer.gradient_checkpointing = trainer.gradient_checkpointing, checkpointed
         trainer.train()
-        (trainer.score(ids, cu_seqlens, targets) * weight).sum().backward()
+        scores = trainer.score(ids, cu_seqlens, targets)
+        assert isinstance(scores, Tensor)
+        (scores * weight).sum().backward()
         trainer.gradient_checkpointing = before
         out = {}
         for name, parameter in trainer.named_parameters():
@@ -236,39 +240,43 @@ class Ladder:
 
         plans: list[tuple[str, Way]] = [(f"training against prefill (pages of {own})", prefill(None, False, 1))]
         for i, page_size in enumerate((own, *settings.page_sizes)):
-            plans.append((f"prefill in odd chunks (shuffled pages of {page_size}, dead pages NaN)", prefill(page_size, True, 2 + i)))
+            what = f"prefill in odd chunks (shuffled pages of {page_size}, dead pages NaN)"
+            plans.append((what, prefill(page_size, True, 2 + i)))
         last = "every token" if settings.tail is None else f"the last {settings.tail} tokens"
         plans.append((f"eager decode of {last}", decode))
         for what, way in plans:
             self._compare(rung, prefix + what, reference, empty, way, subject.server)
         for batch in settings.graph_batches:
-            what = f"{prefix}decode by CUDA graph at batch {batch}"
+            what = f"decode by CUDA graph at batch {batch}"
             if subject.device.type != "cuda":
                 self.not_run(rung, what, "CUDA graphs need a GPU")
                 continue
-            self._compare(rung, what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
+            self._compare(rung, prefix + what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
 
     def _graph(self, batch: int, steps: int) -> Way:
         return lambda tap: ways.graph(self.subject, tap, self.documents, batch=batch, steps=steps)
 
     def not_run(self, rung: int, what: str, reason: str) -> None:
-        self.result.not_run.append({"rung": rung, "what": what, "reason": reason})
+        line = {"rung": rung, "what": what, "reason": reason}
+        if line not in self.result.not_run:
+            self.result.not_run.append(line)
 
     def _live(self, rung: int, settings: Settings, scorer: live.Scorer, prefix: str) -> None:
         """Rung 4: the embedded engine samples, another process scores what it wrote down."""
         self.say(f"{prefix}live sampling")
-        records = live.sample(self.subject, settings)
+        completions = live.sample(self.subject, settings)
         self.say(f"{prefix}scoring in another process")
-        scored = scorer.score(records)
-        for what, tally, empty in live.compare(records, scored, self.subject.vocabulary):
+        scored = scorer.score(completions)
+        for what, tally, empty in live.compare(completions, scored, self.subject.vocabulary):
             self._add(tally.row(rung, prefix + what, empty), tally)
             if tally.spot is not None and self.result.first_divergence is None:
-                self._name_live(records, tally.spot)
+                self._name_live(completions, tally.spot)
 
-    def _name_live(self, records: live.Records, spot: Spot) -> None:
+    def _name_live(self, completions: list[Completion], spot: Spot) -> None:
         """Pushes the sampled tokens through training and decode once more, under the trace."""
         documents = self.subject.documents
-        self.subject.documents = [torch.tensor(tokens, device=self.subject.device) for tokens in records.sequences()]
+        sequences = [[*c.prompt_ids, *c.output_ids] for c in completions]
+        self.subject.documents = [torch.tensor(tokens, device=self.subject.device) for tokens in sequences]
         self.result.names = ("training, packed", "decode of the sampled tokens")
         try:
             self._name(spot, lambda tap: ways.decode(self.subject, tap, self.documents, tail=None), self.subject.server)
@@ -311,7 +319,8 @@ class Ladder:
         self.subject.server.load_weights(published, label)
         tally = Tally()
         for entry, piece in pieces:
-            tally.bytes(*(piece.of(side[entry.ours]).detach().flatten() for side in (mine, theirs)), piece.published)
+            a, b = (piece.of(side[entry.ours]).detach().flatten() for side in (mine, theirs))
+            tally.bytes(a, b, piece.published)
             if tally.spot is not None:
                 self._place(piece.published, "load_weights", tally.spot)
         tally.heat.clear()

@@ -1,4 +1,4 @@
-"""Rung 4: the embedded engine samples at one version of the weights, and a trainer in another process scores what was written down."""
+"""Rung 4: the embedded engine samples at one version of the weights; a trainer in another process scores what was recorded."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import zoo
+from zoo.common.engine import Completion, Engine
 from zoo.common.sampling import SamplingParams
-from zoo.verify.score import SCORES
+from zoo.verify.score import SCORES, Scores
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Tally, emptiness
 
@@ -29,33 +30,17 @@ PARAMS = (
 )
 
 
-@dataclass
-class Records:
-    """A rollout as written to a file: `fields` is the JSON object that zoo.verify.score reads."""
-
-    fields: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> Records:
-        return cls(json.loads(path.read_text()))
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.fields))
-
-    @property
-    def completions(self) -> list[dict[str, Any]]:
-        completions: list[dict[str, Any]] = self.fields["completions"]
-        return completions
-
-    def sequences(self) -> list[list[int]]:
-        return [[*c["prompt"], *c["output"]] for c in self.completions]
-
-
-def sample(subject: Subject, settings: Settings) -> Records:
-    """Draws from the server through the embedded engine: prompts of different lengths, greedy, temperatures and filters mixed."""
-    from zoo.common.engine import Engine
-
-    raise AssertionError("engine")
+def sample(subject: Subject, settings: Settings) -> list[Completion]:
+    """Draws through the embedded engine: prompts of different lengths, greedy, temperatures and filters mixed, all at once."""
+    engine = Engine(subject.server, pages=None if subject.device.type == "cuda" else 512, chunk_rows=1024)
+    longest = subject.trainer.config.positions - settings.drawn
+    prompts, params = [], []
+    for i in range(settings.requests):
+        document = subject.ids(i % len(subject.documents)).tolist()
+        # a second request of a document reads another prefix of it
+        prompts.append(document[: max(1, min(len(document), longest) - 5 * (i // len(subject.documents)))])
+        params.append(replace(PARAMS[i % len(PARAMS)], max_new_tokens=settings.drawn, ignore_eos=True))
+    return engine.generate(prompts, params)
 
 
 class Scorer:
@@ -90,11 +75,11 @@ class Scorer:
         self._errors.close()
         self._folder.cleanup()
 
-    def score(self, records: Records) -> dict[str, list[list[float]]]:
+    def score(self, completions: list[Completion]) -> Scores:
         """The trainer's scores of what was written. ValueError if it refuses, or if the process died."""
         source, out = self.folder / "records.json", self.folder / "scores.json"
-        records.fields["source"] = self._source()
-        records.write(source)
+        records = {"source": self._source(), "device": str(self.subject.device), "completions": [c.to_dict() for c in completions]}
+        source.write_text(json.dumps(records))
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(f"{source}\t{out}\n")
@@ -108,7 +93,7 @@ class Scorer:
         answer = json.loads(out.read_text())
         if "refused" in answer:
             raise ValueError(f"the trainer refuses the records: {answer['refused']}")
-        scores: dict[str, list[list[float]]] = answer["scores"]
+        scores: Scores = answer["scores"]
         return scores
 
     def _source(self) -> dict[str, Any]:
@@ -124,22 +109,18 @@ class Scorer:
         return {"checkpoint": str(folder)}
 
 
-def compare(
-    records: Records, scores: dict[str, list[list[float]]], vocabulary: int
-) -> Iterator[tuple[str, Tally, str | None]]:
+def compare(completions: list[Completion], scores: Scores, vocabulary: int) -> Iterator[tuple[str, Tally, str | None]]:
     """Rows by kind of sampling: the sampler's reported log-probabilities against the trainer's."""
     groups: dict[str, list[int]] = {"greedy": [], "temperature": [], "top-k, top-p, min-p": []}
-    for i, c in enumerate(records.completions):
-        params = SamplingParams.from_dict(c["params"])
-        groups["greedy" if params.is_greedy else "top-k, top-p, min-p" if params.filters else "temperature"].append(i)
-    reported = torch.tensor([value for c in records.completions for value in c["log_prob"]])
-    empty = emptiness(reported, None, vocabulary)
+    for i, c in enumerate(completions):
+        groups["greedy" if c.sampling.is_greedy else "top-k, top-p, min-p" if c.sampling.filters else "temperature"].append(i)
+    empty = emptiness(torch.tensor([value for c in completions for value in c.log_probs]), None, vocabulary)
     for name, members in groups.items():
         if not members:
             continue
         tally = Tally()
         for i in members:
-            c = records.completions[i]
-            for kind in SCORES:
-                tally.log_probs(torch.tensor(scores[kind][i]), torch.tensor(c[kind]), i, len(c["prompt"]) - 1)
+            c = completions[i]
+            for kind, reported in zip(SCORES, (c.log_probs, c.filtered_log_probs), strict=True):
+                tally.log_probs(torch.tensor(scores[kind][i]), torch.tensor(reported), i, len(c.prompt_ids) - 1)
         yield f"live sampling, {name}", tally, empty

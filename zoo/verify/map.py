@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from zoo.common.ops import CONTRACTS
+from zoo.common.rows import Rows
 from zoo.verify import ways
 from zoo.verify.calls import Call
 from zoo.verify.subject import Subject
@@ -34,11 +37,17 @@ class Place:
 
 
 class _Recorder(Tracer):
-    """Keeps each call instead of its checksums."""
+    """Keeps each call of the last batch instead of checksums."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.calls: list[tuple[str, Call]] = []
+
+    @contextmanager
+    def rows(self, sequences: list[int], rows: Rows) -> Iterator[None]:
+        self.calls.clear()
+        with super().rows(sequences, rows):
+            yield
 
     def _observe(self, contract: Any, seen: dict[str, Any], result: Any) -> None:
         if self._batch is not None:
@@ -51,7 +60,8 @@ def operation_map(subject: Subject) -> list[Place]:
     places: dict[tuple[str, str], Place] = {}
     for phase in PHASES:
         model = subject.trainer if phase == "training" else subject.server
-        with _Recorder(model) as recorder:
+        recorder = _Recorder(model)
+        with recorder:
             if phase == "training":
                 ways.exhaust(ways.train(subject, recorder, [0, 1]))
             elif phase == "prefill":
@@ -59,8 +69,7 @@ def operation_map(subject: Subject) -> list[Place]:
             else:
                 ways.exhaust(ways.decode(subject, recorder, [0, 1], tail=1))
         seen: set[tuple[str, str]] = set()
-        # decode prefills up to its last token first: its own calls are the last ones of each place
-        for layer, call in reversed(recorder.calls) if phase == "decode" else recorder.calls:
+        for layer, call in recorder.calls:
             name = re.sub(r"\.\d+(?=\.|$)", ".*", layer)
             key = (name, call.name)
             if key in seen:
@@ -85,12 +94,13 @@ def _kind(x: Tensor) -> str:
 
 
 def _rows(call: Call) -> str:
-    rows = next(t for _, t in call.outputs()).shape[0]
+    count = next(t for _, t in call.outputs()).shape[0]
+    rows = "1 row" if count == 1 else f"{count} rows"
     history = call.arguments.get("history")
     if history is None:
-        return f"{rows} rows"
+        return rows
     keys = "packed keys" if history.page_table_NB is None else f"keys in pages of {history.k.shape[1]}"
-    return f"{rows} rows, {keys}"
+    return f"{rows}, {keys}"
 
 
 def to_dict(subject: Subject, places: list[Place]) -> dict[str, Any]:
@@ -119,7 +129,8 @@ def words(op: str) -> dict[str, str]:
 
 
 def show(subject: Subject, places: list[Place], console: Console) -> None:
-    table = Table(title=f"{subject.arch}: op calls in order, program {subject.trainer.program.name!r} on {subject.device}", show_lines=True)
+    title = f"{subject.arch}: op calls in order, program {subject.trainer.program.name!r} on {subject.device}"
+    table = Table(title=title, show_lines=True)
     for column in ("layer", "op (byte class)", "results", *PHASES):
         table.add_column(column, overflow="fold")
     for p in places:

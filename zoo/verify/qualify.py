@@ -114,7 +114,8 @@ def admit(target: Target, candidate: Provider, defining: Provider, device: str, 
                 checks += 1
                 bad = [int((as_integers(y) != as_integers(expected)).sum()) for y in found]
                 if any(bad):
-                    reason = f"{max(bad)} of {expected.numel()} elements differ from {defining.name} ({kind}, {arguments[0].shape[0]} rows)"
+                    differ = f"{max(bad)} of {expected.numel()} elements differ from {defining.name}"
+                    reason = f"{differ} ({kind}, {arguments[0].shape[0]} rows)"
                     break
             if reason:
                 break
@@ -224,7 +225,8 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
         total += 1
         equal += _equal(case, program, op, kernel)
     text = f"bytes equal to ours in {equal} of {total} cases"
-    return KernelReport(op, path, kept, broken, _gradient(cases, program, op, kernel), text, _benchmark(cases, program, op, kernel))
+    gradient = _gradient(cases, program, op, kernel)
+    return KernelReport(op, path, kept, broken, gradient, text, _benchmark(cases, program, op, kernel))
 
 
 def _equal(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> bool:
@@ -243,24 +245,26 @@ def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[...
         if not case.gradients or case.device_sized or "subnormal" in case.name or "wide" in case.name:
             continue
         try:
-            found = [gradients(t.call, t.args, case.gradients)[1] for t in (trial(case, program, replace={op: kernel}), trial(case, program))]
+            trials = (trial(case, program, replace={op: kernel}), trial(case, program))
+            found = [gradients(t.call, t.args, case.gradients)[1] for t in trials]
         except (RuntimeError, ValueError, TypeError) as error:
             return f"wrong: {case.name} has no gradient ({str(error).splitlines()[0]})"
         for name, expected in found[1].items():
             scale = float(expected.double().norm())
-            error = float((found[0][name].double() - expected.double()).norm()) / scale if scale else 0.0
+            distance = float((found[0][name].double() - expected.double()).norm()) / scale if scale else 0.0
             compared += 1
-            if not error <= worst:
-                worst, where = error, f"{name} of {case.name}"
+            if not distance <= worst:
+                worst, where = distance, f"{name} of {case.name}"
     if not compared:
         return "none to check"
     limit = 2.0**-6  # two roundings to BF16 apart
-    return f"{'right' if worst <= limit else 'wrong'}: largest relative distance from ours {worst:.2g}{f' ({where})' if where else ''}"
+    verdict = "right" if worst <= limit else "wrong"
+    return f"{verdict}: largest relative distance from ours {worst:.2g}{f' ({where})' if where else ''}"
 
 
 def _benchmark(cases: list[Case], program: Program, op: str, kernel: Callable[..., Any]) -> list[str]:
     chosen = [case for case in cases if case.device_sized] or cases[-1:]
-    lines = []
+    lines: list[str] = []
     for case in chosen[:4]:
         times = []
         for replace in ({op: kernel}, {}):

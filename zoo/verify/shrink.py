@@ -51,11 +51,14 @@ def only(provider):
 '''
 _TAIL = '''
 
+def differ(x, y):
+    return x.shape != y.shape or not torch.equal(as_integers(x), as_integers(y))
+
+
 a, b = (tensors(call())[{part}][1][-1] for call in ({names}))
 bad = (as_integers(a) != as_integers(b)).nonzero()
-inputs = [n[2:] for n in stored if n.startswith("a.") and "b." + n[2:] in stored]
-inputs = [n for n in inputs if stored["a." + n].shape != stored["b." + n].shape or not torch.equal(as_integers(stored["a." + n]), as_integers(stored["b." + n]))]
-print("inputs that differ:", ", ".join(inputs) or "none")
+both = [name[2:] for name in stored if name.startswith("a.") and "b." + name[2:] in stored]
+print("inputs that differ:", ", ".join(name for name in both if differ(stored["a." + name], stored["b." + name])) or "none")
 print(f"{{len(bad)}} of {{a.numel()}} output elements differ")
 for where in bad[:8].tolist():
     print(f"  at {{where}}: {{a[tuple(where)].item()!r}} against {{b[tuple(where)].item()!r}}")
@@ -75,7 +78,8 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     key, first = divergence.key, divergence.calls[0]
     device = next(t for _, t in first.outputs()).device.type
     stored: dict[str, Tensor] = {}
-    title = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}: {names[0]} against {names[1]}."
+    place = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}"
+    title = f"{place}: {names[0]} against {names[1]}."
     text = _HEAD.format(title=title, script=SCRIPT, file=TENSORS, device=device, op=first.contract.name)
     for side, name, call in zip("ab", names, divergence.calls, strict=True):
         text += _function(f"call_{side}", name, call, side, stored)
@@ -97,7 +101,8 @@ def _function(python_name: str, run: str, call: Call, side: str, stored: dict[st
     for name, value in call.arguments.items():
         arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored)}")
     body = ",\n        ".join(arguments)
-    return "\n".join(["", f"def {python_name}():", f'    """{run}"""', *lines, f"    return ops.{call.name}(\n        {body},\n    )", ""])
+    lines.append(f"    return ops.{call.name}(\n        {body},\n    )")
+    return "\n".join(["", f"def {python_name}():", f'    """{run}"""', *lines, ""])
 
 
 def _provider(p: Provider) -> str:
@@ -114,7 +119,7 @@ def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, KeyValues | Rows | RowSampling):
-        inner = ", ".join(f"{f.name}={_code(getattr(value, f.name), f'{name}.{f.name}', stored)}" for f in fields(value))
+        inner = ", ".join(f"{f.name}={_code(getattr(value, f.name), f'{name}.{f.name}', stored)}" for f in fields(value) if f.compare)
         return f"{type(value).__name__}({inner})"
     assert value is None or isinstance(value, bool | int | float | str | tuple), f"{name} is a {type(value).__name__}"
     return repr(value)

@@ -165,4 +165,5 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
             raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
     head_dim = subject.trainer.config.head_dim
     pages = (16, 64) if head_dim <= 128 or not cuda else ()
-    return Settings(tuple(lengths), tail=64 if large else 200 if cuda else None, page_sizes=pages, backward_rows=2400 if large else 4096)
+    tail = 64 if large else 200 if cuda else None
+    return Settings(tuple(lengths), tail=tail, page_sizes=pages, backward_rows=2400 if large else 4096)

@@ -61,7 +61,7 @@ class Tally:
         self.k3 = k3 if self.k3 is None or not k3 <= self.k3 else self.k3
 
     def bytes(self, a_T: Tensor, b_T: Tensor, name: str, document: int = 0, begin: int = 0) -> None:
-        """Entries of dim 0 are positions from `begin` on. An entry that is not finite in a counts as structural unless b differs."""
+        """Entries of dim 0 are positions from `begin` on. Entries that are not finite in a are compared, and not counted."""
         if a_T.shape != b_T.shape or a_T.dtype != b_T.dtype:
             raise ValueError(f"{name}: {a_T.dtype} {list(a_T.shape)} against {b_T.dtype} {list(b_T.shape)}")
         finite = int(a_T.isfinite().sum()) if a_T.is_floating_point() else a_T.numel()
@@ -102,7 +102,8 @@ class Tally:
     def row(self, rung: int, what: str, empty: str | None = None) -> Row:
         nothing = empty or (None if self.compared else "nothing was compared")
         text = what if nothing is None else f"{what} (empty: {nothing})"
-        return Row(rung, text, self.compared, self.compared_bytes, self.differing, self.k3, not self.differing and nothing is None)
+        ok = not self.differing and nothing is None
+        return Row(rung, text, self.compared, self.compared_bytes, self.differing, self.k3, ok)
 
 
 def _byte_rows(x: Tensor, y: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The first op whose bytes differ between two runs of the same tokens, however each run cut them into batches.
 
-Every op call is seen through `ops.watch`; module hooks say which layer it belongs to. A run is recorded as one 64-bit checksum per
-(sequence, position, layer, op call); a second pass captures the one call that was found.
+Every op call is seen through `ops.watch`; module hooks say which layer it belongs to. A run is recorded as one 64-bit checksum
+per (sequence, position, layer, op call); a second pass captures the one call that was found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Tracer(Tap):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._open = ExitStack()
 
-    def __enter__(self) -> Tracer:
+    def __enter__(self) -> Self:
         for name, module in self.model.named_modules():
             self._open.callback(module.register_forward_pre_hook(self._enter(name)).remove)
             self._open.callback(module.register_forward_hook(self._leave, always_call=True).remove)

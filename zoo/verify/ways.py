@@ -1,4 +1,4 @@
-"""The ways to push the same tokens: training's packed batch, prefill, eager decode, CUDA graph. Each yields what it saw as it went."""
+"""The ways to push the same tokens: training's packed batch, prefill, eager decode, CUDA graph. Each yields what it saw."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.common import ops
-from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph
+from zoo.common.training import Scores
 from zoo.verify.calls import Call
 from zoo.verify.subject import Subject
 from zoo.verify.trace import Tap
@@ -77,7 +77,7 @@ def train(
 
     try:
         if backward_first:
-            model.score(ids, cu_seqlens, targets).sum().backward()
+            model(ids, cu_seqlens=cu_seqlens, labels=ids).loss.backward()
             model.zero_grad(set_to_none=True)
         with (
             torch.set_grad_enabled(grad or checkpointed),
@@ -86,6 +86,7 @@ def train(
             tap.rows(documents, Rows.packed(cu_seqlens)),
         ):
             scores = model.score(ids, cu_seqlens, targets, entropy=True)
+            assert isinstance(scores, Scores) and scores.entropy_R is not None
     finally:
         model.train(was_training)
         model.gradient_checkpointing = was_checkpointed
@@ -106,22 +107,22 @@ class Session:
         server = subject.server
         probe = server.new_memory(2, page_size)
         self.page_size = probe.page_size
-        needed = [-(-subject.length(d) // self.page_size) for d in entries]
+        needed = [probe.pages_for(subject.length(d)) for d in entries]
         total = 1 + sum(needed) + 3
-        self.memory: PagedMemory = server.new_memory(total, page_size)
+        self.memory = server.new_memory(total, page_size)
         for value in vars(self.memory).values():
             if isinstance(value, Tensor) and value.is_floating_point():
                 value.fill_(torch.nan)
         free = list(range(1, total))
         random.Random(seed).shuffle(free)
         self.pages = [[free.pop() for _ in range(count)] for count in needed]
-        self.memory.clear([page for pages in self.pages for page in pages])
+        self.slots = [e + 1 if self.memory.slots else 0 for e in range(len(entries))]
+        self.memory.clear([page for pages in self.pages for page in pages], self.slots if self.memory.slots else ())
         self.done = [0] * len(entries)
 
     def table(self, entries: list[int]) -> Tensor:
         width = max(len(self.pages[e]) for e in entries)
-        rows = [self.pages[e] + [0] * (width - len(self.pages[e])) for e in entries]
-        return torch.tensor(rows, dtype=torch.int32, device=self.subject.device)
+        return self.memory.table([self.pages[e] for e in entries], [self.slots[e] for e in entries], width)
 
     def push(self, counts: dict[int, int], *, decode: bool = False) -> Iterator[Seen]:
         """`counts[e]` more rows of each entry, in one launch."""
@@ -162,7 +163,9 @@ class Session:
             yield from self.push(batch)
 
 
-def prefill(subject: Subject, tap: Tap, documents: list[int], *, page_size: int | None = None, chunked: bool = False, seed: int = 0) -> Iterator[Seen]:
+def prefill(
+    subject: Subject, tap: Tap, documents: list[int], *, page_size: int | None = None, chunked: bool = False, seed: int = 0
+) -> Iterator[Seen]:
     """Whole prompts in one launch, or in chunks whose sizes differ from document to document."""
     session = Session(subject, tap, documents, page_size, seed)
     if not chunked:
@@ -178,7 +181,9 @@ def prefill(subject: Subject, tap: Tap, documents: list[int], *, page_size: int 
         turn += 1
 
 
-def decode(subject: Subject, tap: Tap, documents: list[int], *, tail: int | None, page_size: int | None = None, seed: int = 0) -> Iterator[Seen]:
+def decode(
+    subject: Subject, tap: Tap, documents: list[int], *, tail: int | None, page_size: int | None = None, seed: int = 0
+) -> Iterator[Seen]:
     """Token by token, sequences joining one after another, so that a batch holds many positions. `tail`: the last ones only."""
     session = Session(subject, tap, documents, page_size, seed)
     lengths = [subject.length(d) for d in documents]

@@ -36,6 +36,8 @@ def attention_fa4(
         return _one_pass(q_RHE, k, v, page_table_NB, rows, scale)
     if page_table_NB is None:
         return _packed_segments(q_RHE, k, v, rows, scale, segment)
+    if segment % k.shape[1]:
+        raise ValueError(f"attention: pages of {k.shape[1]} keys do not divide the program's key segments of {segment}")
     if rows.max_rows == 1:
         return _decode_segments(q_RHE, k, v, page_table_NB, rows, scale, segment)
     return _paged_segments(q_RHE, k, v, page_table_NB, rows, scale, segment)
@@ -64,7 +66,7 @@ def _one_pass(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, rows: 
         )[:2]  # fmt: skip
         return out, lse
     pages = -(-rows.max_length // k.shape[1])
-    table = page_table[:, :pages].contiguous()
+    table = page_table[:, :pages]
     if rows.max_rows == 1:  # the batch form is a tenth faster than the packed one and gives its bytes
         out, _ = _fa4()(
             q[:, None], k, v, seqused_k=rows.lengths_N, page_table=table, max_seqlen_k=rows.max_length,
@@ -89,6 +91,13 @@ class _Chunks:
 
     @classmethod
     def cut(cls, rows: Rows, size: int) -> _Chunks:
+        key = ("attention chunks", size)
+        if key not in rows.launch:
+            rows.launch[key] = cls._cut(rows, size)
+        return rows.launch[key]
+
+    @classmethod
+    def _cut(cls, rows: Rows, size: int) -> _Chunks:
         starts, lengths = rows.starts_N1.tolist(), rows.lengths_N.tolist()
         offsets, sequence, segment, keys = [0], [], [], []
         for n, length in enumerate(lengths):
@@ -151,9 +160,8 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     """One query a sequence: all its segments are virtual sequences of one launch, dead ones hold no key."""
     batch, heads, width = q.shape
     depth, pages = -(-rows.max_length // size), size // k.shape[1]
-    table = _whole_segments(page_table, depth * pages).view(batch * depth, pages)
-    first = torch.arange(depth, dtype=torch.int32, device=q.device) * size
-    used = (rows.lengths_N[:, None] - first).clamp(0, size).view(-1)
+    table = _segment_table(page_table, rows, depth * pages).view(batch * depth, pages)
+    used = _segment_lengths(rows, depth, size)
     parts = q.new_empty(batch * depth, 1, heads, width)
     part_lse = torch.empty(batch * depth, heads, 1, dtype=torch.float32, device=q.device)
     virtual = q[:, None].expand(batch, depth, heads, width).reshape(batch * depth, 1, heads, width)
@@ -166,6 +174,23 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     none = rows.positions_R
     _merge_kernel[(batch,)](parts, part_lse, rows.positions_R, none, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4)
     return out, lse
+
+
+def _segment_lengths(rows: Rows, depth: int, size: int) -> Tensor:
+    """Keys of each sequence in each segment, int32 [N * depth]."""
+    key = ("segment lengths", depth, size)
+    if key not in rows.launch:
+        first = torch.arange(depth, dtype=torch.int32, device=rows.lengths_N.device) * size
+        rows.launch[key] = (rows.lengths_N[:, None] - first).clamp(0, size).view(-1)
+    return rows.launch[key]
+
+
+def _segment_table(page_table: Tensor, rows: Rows, pages: int) -> Tensor:
+    """The whole-segment table, made once for all layers (they share one table)."""
+    key = ("segment table", page_table.data_ptr(), page_table.shape, pages)
+    if key not in rows.launch:
+        rows.launch[key] = _whole_segments(page_table, pages)
+    return rows.launch[key]
 
 
 def _whole_segments(page_table: Tensor, pages: int) -> Tensor:

@@ -43,7 +43,9 @@ def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, 
     leaf = leaves.to(slots_ptr.dtype.element_ty).to(tl.float32)
     if LEAVES < BLOCK_L:
         # x + -0 is x for every x, so leaves of -0 are what "an odd one is carried" means
-        leaf = tl.where((contributor < LEAVES)[:, None], leaf, -0.0)
+        # (by its bits: Triton makes +0 of a literal -0.0)
+        minus_zero = tl.full((1, 1), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+        leaf = tl.where((contributor < LEAVES)[:, None], leaf, minus_zero)
     if SHARED:
         shared = tl.load(shared_ptr + row * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
         if LEAVES < BLOCK_L:

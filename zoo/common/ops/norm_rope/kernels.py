@@ -44,8 +44,10 @@ def _norm_rope(
     entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
     cos = tl.load(entry, mask=rotated, other=1.0)
     sin = tl.load(entry + 1, mask=rotated, other=0.0)
-    signed = tl.where(column < HALF, -sin, sin)
-    out = tl.where(rotated[None, :], own * cos[None, :] + other * signed[None, :], own).to(q_ptr.dtype.element_ty)
+    turned, swung = own * cos[None, :], other * sin[None, :]
+    # a sum and a difference, since Triton's -x is 0 - x, which loses the sign of a zero
+    out = tl.where((column < HALF)[None, :], turned - swung, turned + swung)
+    out = tl.where(rotated[None, :], out, own).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + (row * HEADS + head[:, None]) * WIDTH + column[None, :], out, mask=mask & query)
     tl.store(k_ptr + (row * KV_HEADS + head[:, None] - HEADS) * WIDTH + column[None, :], out, mask=mask & (query == 0))
 

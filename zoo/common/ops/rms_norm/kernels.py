@@ -21,6 +21,15 @@ def _scale(square_sum, inverse_width, eps):
 
 
 @triton.jit
+def _gain(weight_ptr, column, mask, OFFSET: tl.constexpr):
+    """The weight in FP32; a plain one gets nothing added, so that its zeros keep their signs."""
+    gain = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        gain = gain + OFFSET
+    return gain
+
+
+@triton.jit
 def _start(row, inner, outer_stride, inner_stride):
     """Where row `row` of [outer, inner, D] starts; the row number fits 32 bits, its offset may not."""
     short = row.to(tl.int32)
@@ -29,7 +38,7 @@ def _start(row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x_outer, x_inner, residual_outer, residual_inner,
-          inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+          inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
@@ -43,7 +52,7 @@ def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x
         tl.store(total_ptr + flat, total, mask=mask)
     value = total.to(tl.float32)
     scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)
-    gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    gain = _gain(weight_ptr, column, column < WIDTH, OFFSET)
     normed = (value * scale[:, None]) * gain[None, :]
     tl.store(normed_ptr + flat, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
@@ -65,15 +74,15 @@ def _chunk_squares(x_ptr, residual_ptr, total_ptr, sums_ptr, x_stride, residual_
 
 
 @triton.jit
-def _chunk_apply(total_ptr, weight_ptr, sums_ptr, normed_ptr, total_stride, inverse_width, eps, offset,
-                 WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _chunk_apply(total_ptr, weight_ptr, sums_ptr, normed_ptr, total_stride, inverse_width, eps,
+                 OFFSET: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The top of the tree, made again by every program of the row, then the chunk's outputs."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale = _scale(pair_tree(tl.load(sums_ptr + row * PARTS + tl.arange(0, PARTS)), PARTS), inverse_width, eps)
     column = part * CHUNK + tl.arange(0, CHUNK)
     mask = column < WIDTH
     value = tl.load(total_ptr + row * total_stride + column, mask=mask, other=0.0).to(tl.float32)
-    gain = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset
+    gain = _gain(weight_ptr, column, mask, OFFSET)
     normed = (value * scale) * gain
     tl.store(normed_ptr + row * WIDTH + column, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
@@ -96,8 +105,8 @@ def rms_norm_whole(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     residual_3 = x_3 if residual is None else _outer_inner(residual)
     rows, inner, block, tile = x.numel() // width, x_3.shape[1], padded_width(width), _rows_of(width)
     _rows[(triton.cdiv(rows, tile),)](
-        x_3, residual_3, weight, normed, total, rows, inner, *x_3.stride()[:2], *residual_3.stride()[:2], 1.0 / width, eps, _addend(offset),
-        WIDTH=width, ROWS=tile, BLOCK=block, ADD=residual is not None, num_warps=_warps(block), **EXACT,
+        x_3, residual_3, weight, normed, total, rows, inner, *x_3.stride()[:2], *residual_3.stride()[:2], 1.0 / width, eps,
+        OFFSET=offset, WIDTH=width, ROWS=tile, BLOCK=block, ADD=residual is not None, num_warps=_warps(block), **EXACT,
     )  # fmt: skip
     return normed, total
 
@@ -119,13 +128,13 @@ def rms_norm_split(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     added = residual is not None
     _chunk_squares[grid](x_RD, residual_RD, total, sums, x_RD.stride(0), residual_RD.stride(0), ADD=added, num_warps=4, **shape, **EXACT)
     source, stride = (total, width) if added else (x_RD, x_RD.stride(0))
-    _chunk_apply[grid](source, weight, sums, normed, stride, 1.0 / width, eps, _addend(offset), num_warps=4, **shape, **EXACT)
+    _chunk_apply[grid](source, weight, sums, normed, stride, 1.0 / width, eps, OFFSET=offset, num_warps=4, **shape, **EXACT)
     return normed, total
 
 
 @triton.jit
 def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scale_ptr, rows, inner, total_outer, total_inner,
-               inverse_width, eps, offset, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+               inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """grad_x of a tile of rows; each row's scale is kept for the weight's gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -134,7 +143,7 @@ def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scal
     total_row = _start(row, inner, total_outer, total_inner)
     value = tl.load(total_ptr + total_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     upstream = tl.load(grad_ptr + flat, mask=mask, other=0.0).to(tl.float32)
-    gain = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    gain = _gain(weight_ptr, column, column < WIDTH, OFFSET)
     row_scale = _scale(pair_tree(value * value, BLOCK), inverse_width, eps)
     scale = row_scale[:, None]
     normal = value * scale
@@ -180,8 +189,8 @@ def rms_norm_backward(
     place = (rows, total_3.shape[1], *total_3.stride()[:2])
     scale = torch.empty(rows, dtype=torch.float32, device=total.device)
     _grad_rows[(triton.cdiv(rows, tile),)](
-        upstream, carried, total_3, weight, grad_x, scale, *place, 1.0 / width, eps, _addend(offset),
-        WIDTH=width, ROWS=tile, BLOCK=block, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
+        upstream, carried, total_3, weight, grad_x, scale, *place, 1.0 / width, eps,
+        OFFSET=offset, WIDTH=width, ROWS=tile, BLOCK=block, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
     )  # fmt: skip
     programs, columns = triton.cdiv(rows, tile * GRAD_STEPS), min(block, TILE)
     partial = torch.empty(programs * tile, width, dtype=torch.float32, device=total.device)
@@ -189,11 +198,6 @@ def rms_norm_backward(
         upstream, total_3, scale, partial, *place, WIDTH=width, ROWS=tile, BLOCK=columns, STEPS=GRAD_STEPS, num_warps=4, **EXACT
     )
     return grad_x, partial.sum(0).to(weight.dtype)
-
-
-def _addend(offset: float) -> float:
-    """A plain weight gets -0 added, which changes no value, not even a zero's sign."""
-    return offset or -0.0
 
 
 def _rows_of(width: int) -> int:

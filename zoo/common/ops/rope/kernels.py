@@ -26,10 +26,11 @@ def _rope(x_ptr, table_ptr, position_ptr, y_ptr, row_stride, head_stride, heads,
     entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
     cos = tl.load(entry, mask=rotated, other=1.0)
     sin = tl.load(entry + 1, mask=rotated, other=0.0)
-    if INVERSE:
-        sin = -sin
-    signed = tl.where(column < HALF, -sin, sin)
-    out = tl.where(rotated[None, :], own * cos[None, :] + other * signed[None, :], own)
+    turned, swung = own * cos[None, :], other * sin[None, :]
+    # a sum and a difference, since Triton's -x is 0 - x, which loses the sign of a zero
+    minus = (column >= HALF) if INVERSE else (column < HALF)
+    out = tl.where(minus[None, :], turned - swung, turned + swung)
+    out = tl.where(rotated[None, :], out, own)
     place = (row * heads + head[:, None]) * WIDTH + column[None, :]
     tl.store(y_ptr + place, out.to(y_ptr.dtype.element_ty), mask=mask)
 

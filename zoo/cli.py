@@ -1,0 +1,158 @@
+"""`zoo verify | map | qualify | audit | generate | bench`. Bad input gets one sentence and exit status 2, differing bytes 1."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language models whose log-probabilities have the same bytes in training, prefill and decode.",
+)
+
+ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, glm5 or deepseek_v4"
+Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
+Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU", show_default=False)]
+Size = Annotated[str, typer.Option(help="geometry of random weights: tiny, or a published size in lower case (8b, 30b-a3b)")]
+Layers = Annotated[int | None, typer.Option(help="fewer layers, for random weights", show_default=False)]
+Json = Annotated[Path | None, typer.Option("--json", help="write a JSON file", show_default=False)]
+Store = Annotated[Path | None, typer.Option(help="file of qualifications instead of the one in ~/.cache", show_default=False)]
+
+
+@app.command()
+def verify(
+    arch: Arch,
+    checkpoint: Checkpoint = None,
+    device: Device = None,
+    size: Size = "tiny",
+    layers: Layers = None,
+    rungs: Annotated[str, typer.Option(help="3, 1,3 or 1-5")] = "1-5",
+    lengths: Annotated[str | None, typer.Option(help="tokens of each sequence, 1,63,300", show_default=False)] = None,
+    layout: Annotated[str | None, typer.Option(help="parallel layout, tp=2,ep=4", show_default=False)] = None,
+    engine: Annotated[str, typer.Option(help="embedded or sglang: who samples in rungs 4 and 5")] = "embedded",
+    seed: Annotated[int, typer.Option(help="seed of random weights")] = 0,
+    json_file: Json = None,
+    report: Annotated[Path | None, typer.Option(help="write a self-contained HTML page", show_default=False)] = None,
+    reproduction: Annotated[
+        Path | None, typer.Option(help="folder for a reproduction of the first divergence, if there is one", show_default=False)
+    ] = None,
+    store: Store = None,
+) -> None:
+    """Climb the ladder: prove on this machine that trainer and sampler give the same bytes. Exit status 1 if a byte differs."""
+    from zoo.verify import run
+
+    console = Console()
+    chosen = run.rungs_of(rungs)
+    asked = run.Asked(arch, checkpoint, device, size, layers, chosen, run.lengths_of(lengths), layout, engine, seed, store)
+    result = run.verify(asked, console, json_file, report, reproduction)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command("map")
+def operation_map(arch: Arch, checkpoint: Checkpoint = None, device: Device = None, json_file: Json = None) -> None:
+    """Print every op call of a tiny model in order: dtypes, rounding, order of additions, byte class, provider, launches."""
+    from zoo.verify import map as maps
+    from zoo.verify.subject import build
+
+    subject = build(arch, checkpoint=checkpoint, device=device)
+    places = maps.operation_map(subject)
+    maps.show(subject, places, Console())
+    _write_json(json_file, maps.to_dict(subject, places))
+
+
+@app.command()
+def qualify(
+    op: Annotated[str | None, typer.Option(help="this op only", show_default=False)] = None,
+    kernel: Annotated[str | None, typer.Option(help="module:function to put through an op's laws", show_default=False)] = None,
+    device: Device = None,
+    arch: Annotated[str | None, typer.Option(help=f"the shapes of one architecture: {ARCH}", show_default=False)] = None,
+    size: Annotated[str | None, typer.Option(help="the shapes of one size of it", show_default=False)] = None,
+    again: Annotated[bool, typer.Option("--again", help="also what already has a verdict")] = False,
+    store: Store = None,
+) -> None:
+    """Admit providers on this GPU and toolchain, or put an outside kernel through laws, gradient and benchmark."""
+    from zoo.verify import run
+
+    if not run.qualify(Console(), op, kernel, device, arch, size, again, store):
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(json_file: Json = None) -> None:
+    """Search the models and drivers for numbers made outside the ops. Exit status 1 if there are any."""
+    from zoo.verify.audit import audit as scan
+
+    files, found = scan()
+    for finding in found:
+        typer.echo(f"{finding.file}:{finding.line}: {finding.what}")
+    typer.echo(f"{files} files scanned, {len(found)} numbers made outside an op")
+    _write_json(json_file, {"files": files, "findings": [vars(finding) for finding in found]})
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Option(help="text to continue; give it several times for several prompts")],
+    checkpoint: Annotated[str, typer.Option(help="folder or hub id")],
+    max_new_tokens: Annotated[int, typer.Option(help="tokens drawn at most")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")] = False,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Continue prompts with the embedded engine; --json records tokens, log-probabilities and the fingerprint."""
+    from zoo.common.generate import generate_command
+
+    made = generate_command(
+        checkpoint, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        ignore_eos=ignore_eos, device=device, json=json_file, progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    for generation in made:
+        typer.echo(f"{generation.prompt}{generation.text}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops or models")]) -> None:
+    """Run benchmarks.ops or benchmarks.models of a source checkout; everything after the name goes to it."""
+    import runpy
+
+    if what not in ("ops", "models"):
+        raise ValueError(f"there is no benchmark {what!r}; there are ops and models")
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks" / f"{what}.py").exists():
+        raise ValueError(f"benchmarks/{what}.py is not beside the package in {root}: benchmarks run from a source checkout")
+    sys.path.insert(0, str(root))
+    sys.argv = [f"python -m benchmarks.{what}", *context.args]
+    runpy.run_module(f"benchmarks.{what}", run_name="__main__")
+
+
+def _write_json(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def run(application: typer.Typer, name: str) -> None:
+    """Runs a command line; a ValueError is the user's matter and becomes one sentence on stderr and exit status 2."""
+    try:
+        application(prog_name=name)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+def main() -> None:
+    """The console script."""
+    run(app, "zoo")

@@ -1,0 +1,68 @@
+"""For trainers and clients: whose numbers are these, and a record that says everything that a trainer needs."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from zoo.common.engine.record import Completion
+from zoo.common.fingerprint import Fingerprint
+from zoo.sglang_plugin.names import FILTERED, STATE
+from zoo.sglang_plugin.requests import sampling_params
+
+
+def fingerprint(server: Any) -> Fingerprint:
+    """The fingerprint of a running server: its address ("http://host:port"), or an `sglang.Engine`.
+
+    ValueError if it does not run the plugin, or has handed its weights' memory back.
+    """
+    if isinstance(server, str):
+        with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
+            info = json.load(answer)
+    else:
+        info = server.get_server_info()
+    states = [state.get(STATE) for state in info.get("internal_states", ())]
+    if not states or any(state is None for state in states):
+        raise ValueError("this server does not run the zoo's backend: start it with --attention-backend zoo")
+    if any(state["fingerprint"] is None for state in states):
+        raise ValueError("the server's weights are released: resume them before asking for a fingerprint")
+    found = [Fingerprint.from_dict(state["fingerprint"]) for state in states]
+    for other in found[1:]:
+        found[0].check(other)
+    return found[0]
+
+
+def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str, Any], printed: Fingerprint) -> Completion:
+    """The record of one answer of `/generate` or `Engine.generate`, asked with return_logprob.
+
+    answer    {"output_ids": ..., "meta_info": ...}
+    sampling  the parameters that were sent
+    printed   `fingerprint` of the server under the weights that it answered with
+    ValueError if the answer has no log-probabilities.
+    """
+    meta = answer["meta_info"]
+    if "output_token_logprobs" not in meta or FILTERED not in meta:
+        raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
+    scored = meta["output_token_logprobs"]
+    filtered = meta[FILTERED]
+    output_ids = tuple(token for _, token, _ in scored)
+    if len(filtered) != len(scored):
+        raise ValueError(f"{len(filtered)} filtered log-probabilities for {len(scored)} output tokens")
+    prompt = meta.get("input_token_logprobs")
+    whole = prompt is not None and len(prompt) == len(prompt_ids)
+    reason = (meta["finish_reason"] or {}).get("type", "length")
+    return Completion(
+        request_id=meta["id"],
+        prompt_ids=tuple(prompt_ids),
+        output_ids=output_ids,
+        log_probs=tuple(value for value, _, _ in scored),
+        filtered_log_probs=tuple(filtered),
+        prompt_log_probs=tuple(value for value, _, _ in prompt[1:]) if whole else None,
+        sampling=sampling_params(sampling, meta["id"]),
+        versions=(printed.weights,) * (len(prompt_ids) + len(output_ids) - 1),
+        exact=True,
+        finish_reason=reason,
+        fingerprint=printed,
+    )

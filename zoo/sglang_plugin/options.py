@@ -1,0 +1,156 @@
+"""What `--attention-backend zoo` implies, and what a server with it refuses: one sentence, before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.common.hub import read_config
+from zoo.common.registry import model_class
+from zoo.sglang_plugin.names import PROGRAMS, SAMPLER
+
+logger = logging.getLogger(__name__)
+
+PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
+CHECKED = "_zoo_checked"  # left on the server's arguments by `around_post_init`; the scheduler asserts it
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A server argument and the values that are served. `inexact`: other values run, but not with the trainer's bytes or untested."""
+
+    field: str
+    served: tuple[Any, ...]
+    why: str
+    inexact: bool = False
+
+    def sentence(self, value: Any, backend: str) -> str:
+        flag = "--" + self.field.replace("_", "-")
+        served = " or ".join(repr(v) for v in self.served)
+        return f"--attention-backend {backend} serves {flag} {served}, not {value!r}: {self.why}"
+
+
+ONE_DEVICE = "the model runs on one device"
+BYTES = "history would be stored in other bytes than the trainer's"
+REFUSALS = (
+    Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
+    *(Refusal(name, (1,), ONE_DEVICE) for name in ("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size")),
+    Refusal("enable_dp_attention", (False,), ONE_DEVICE),
+    Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),
+    Refusal("quantization", (None,), "weights are served as the trainer holds them"),
+    Refusal("torchao_config", ("", None), "weights are served as the trainer holds them"),
+    Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16"), BYTES),
+    Refusal("enable_page_major_kv_layout", (False,), "pages must lie in one piece per layer"),
+    Refusal("enable_unified_memory", (False,), "pages must lie in one piece per layer"),
+    Refusal("enable_hisparse", (False,), "attention reads the whole history"),
+    Refusal("enable_hierarchical_cache", (False,), "history moved to the host and back is untested", inexact=True),
+    Refusal("enable_lmcache", (False,), "history kept elsewhere is untested", inexact=True),
+    Refusal("speculative_algorithm", (None,), "drafted tokens are verified by rows that the plugin does not build yet"),
+    Refusal("dllm_algorithm", (None,), "only causal language models are served"),
+    Refusal("is_embedding", (False,), "only causal language models are served"),
+    Refusal("enable_lora", (None, False), "adapters per request come later; merge the adapter into the checkpoint"),
+    Refusal("lora_paths", (None, [], {}), "adapters per request come later; merge the adapter into the checkpoint"),
+    Refusal("disaggregation_mode", ("null",), "history sent between servers is untested", inexact=True),
+    Refusal("enable_mixed_chunk", (False,), "prefill and decode rows in one batch are untested", inexact=True),
+    Refusal("enable_two_batch_overlap", (False,), "two half batches need two backends"),
+    Refusal("enable_single_batch_overlap", (False,), "the plugin's layers have nothing to overlap"),
+    Refusal("enable_pdmux", (False,), "prefill and decode on shared multiprocessors are untested"),
+    Refusal("enable_torch_compile", (False,), "a compiler may fuse and reorder the plugin's arithmetic"),
+    Refusal("enable_tf32_matmul", (False,), "it changes arithmetic of the whole process"),
+    Refusal("enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
+    Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
+    Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
+    Refusal("offload_group_size", (-1,), "weights must stay where CUDA graphs read them"),
+    Refusal("model_impl", ("auto", "sglang"), "the plugin's own model classes run"),
+    Refusal("json_model_override_args", ("{}", "", None), "trainer and server read one config.json"),
+    Refusal("enable_custom_logit_processor", (False,), "the trainer can't replay it"),
+    Refusal("preferred_sampling_params", (None,), "each request must name its own program"),
+    Refusal("enable_mis", (False,), "several items in one sequence are untested"),
+    Refusal("enable_return_hidden_states", (False, None), "the plugin returns log-probabilities only"),
+    Refusal("enable_return_indexer_topk", (False,), "these models have no indexer"),
+    Refusal("prefill_only_disable_kv_cache", (False,), "attention reads the cache"),
+    Refusal("elastic_ep_backend", (None,), ONE_DEVICE),
+    Refusal("moe_a2a_backend", ("none", None), ONE_DEVICE),
+    Refusal("enable_eplb", (False,), ONE_DEVICE),
+    Refusal("tokenizer_worker_num", (1,), "requests are checked in the main process"),
+    Refusal("debug_cuda_graph", (False,), "decode is captured whole"),
+)
+
+
+def around_post_init(original: Callable[[Any], None], args: Any) -> None:
+    """Hook around `ServerArgs.__post_init__`: for other backends just the original."""
+    if args.attention_backend not in PROGRAMS:
+        _refuse_half(args)
+        return original(args)
+    if str(args.model_path).lower() in ("none", "dummy"):
+        raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
+    imply(args, read_config(args.model_path, args.revision))
+    original(args)
+    check(args)
+    object.__setattr__(args, CHECKED, True)
+    return None
+
+
+def _refuse_half(args: Any) -> None:
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, name, None) in PROGRAMS:
+            raise ValueError(f"prefill and decode share one backend: give --attention-backend {getattr(args, name)}, not --{name}")
+
+
+def page_size(head_dim: int) -> int:
+    """Tokens per page: the key tile of attention at this head width. ValueError for a wider head."""
+    for widest, page in PAGES:
+        if head_dim <= widest:
+            return page
+    raise ValueError(f"attention with heads of {head_dim} is not served, at most {PAGES[-1][0]}")
+
+
+def imply(args: Any, fields: dict[str, Any]) -> None:
+    """Fills what the one option implies; a contradicting value is refused. `fields` are config.json's."""
+    serving = model_class(fields, "serving")
+    config = serving.config_class.from_hf(fields)
+    backend = args.attention_backend
+    _imply(args, "sampling_backend", SAMPLER, backend)
+    _imply(args, "page_size", page_size(config.head_dim), backend)
+    _imply(args, "grammar_backend", "none", backend)
+    if not args.disable_cuda_graph and not args.disable_prefill_cuda_graph:
+        _imply(args, "cuda_graph_backend_prefill", "disabled", backend)
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if getattr(args, name) not in (None, backend):
+            raise ValueError(f"--attention-backend {backend} runs prefill and decode, not --{name} {getattr(args, name)}")
+    if args.context_length is not None and args.context_length > config.positions:
+        raise ValueError(f"--context-length {args.context_length} is longer than the model's position table of {config.positions}")
+
+
+def _imply(args: Any, field: str, value: Any, backend: str) -> None:
+    given = getattr(args, field)
+    if given is not None and given != value:
+        flag = "--" + field.replace("_", "-")
+        raise ValueError(f"--attention-backend {backend} implies {flag} {value}, not {given}")
+    setattr(args, field, value)
+
+
+def check(args: Any) -> None:
+    """ValueError, one sentence, for a resolved option that can't be served; `zoo_unaligned` only warns where bytes are all that suffers."""
+    backend = args.attention_backend
+    for refusal in REFUSALS:
+        if not hasattr(args, refusal.field):
+            continue  # an option that this SGLang does not have
+        value = getattr(args, refusal.field)
+        if any(value == served and type(value) is type(served) for served in refusal.served):
+            continue
+        sentence = refusal.sentence(value, backend)
+        if not refusal.inexact or PROGRAMS[backend] == "aligned":
+            raise ValueError(sentence)
+        logger.warning("%s", sentence)
+    graphs = args.cuda_graph_config
+    if graphs is not None:
+        if str(graphs.prefill.backend) != "disabled":
+            raise ValueError(f"--attention-backend {backend} runs prefill without CUDA graphs, not {graphs.prefill.backend!s}")
+        if str(graphs.decode.backend) not in ("full", "disabled"):
+            raise ValueError(f"--attention-backend {backend} captures decode whole or not at all, not {graphs.decode.backend!s}")
+    if args.sampling_backend != SAMPLER:
+        raise ValueError(f"another option changed --sampling-backend to {args.sampling_backend}, it must be {SAMPLER}")
+

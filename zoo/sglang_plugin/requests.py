@@ -1,0 +1,71 @@
+"""Requests: SGLang's sampling parameters as the zoo's, and what a trainer could not replay."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from zoo.common.sampling import SamplingParams
+
+TOP_K_ALL = 1 << 30  # SGLang's "whole vocabulary"
+GREEDY_BELOW = 1e-6  # SGLang turns a lower temperature into temperature 1 with top_k 1
+# field of a request -> the values that leave the logits alone
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_new_tokens": (0, None),
+    "logit_bias": (None, {}),
+    "json_schema": (None, ""),
+    "regex": (None, ""),
+    "ebnf": (None, ""),
+    "structural_tag": (None, ""),
+}
+# fields of the request itself that the plugin does not serve
+UNSERVED = (
+    "lora_path", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "image_data", "video_data", "audio_data",
+    "input_embeds", "session_params", "positional_embed_overrides",
+)  # fmt: skip
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that named none: 63 bits of its id, which every answer carries (`meta_info["id"]`)."""
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little") >> 1
+
+
+def sampling_params(given: Any, request_id: str) -> SamplingParams:
+    """The zoo's parameters from SGLang's: a dict as a client sends it, or its SamplingParams object.
+
+    SGLang writes greedy as temperature 1 with top_k 1, so both spellings are greedy: scored at temperature 1, unfiltered. ValueError,
+    naming the field, for what the trainer could not replay.
+    """
+
+    def field(name: str, default: Any) -> Any:
+        value = given.get(name) if isinstance(given, dict) else getattr(given, name, None)
+        return default if value is None else value
+
+    for name, neutral in NEUTRAL.items():
+        value = field(name, None)
+        if value not in neutral:
+            raise ValueError(f"{name}={value!r} changes the logits in a way that the trainer can't replay")
+    temperature, top_k = float(field("temperature", 1.0)), int(field("top_k", -1))
+    seed = field("sampling_seed", None)
+    seed = seed_of(request_id) if seed is None else int(seed)
+    if 0 <= temperature < GREEDY_BELOW or (temperature == 1.0 and top_k == 1):
+        return SamplingParams(temperature=0.0, seed=seed)
+    return SamplingParams(
+        temperature=temperature,
+        top_k=0 if top_k < 0 or top_k >= TOP_K_ALL else top_k,
+        top_p=float(field("top_p", 1.0)),
+        min_p=float(field("min_p", 0.0)),
+        seed=seed,
+    )
+
+
+def check_request(request: Any) -> None:
+    """ValueError, one sentence, for a generate request (SGLang's GenerateReqInput, one of its items) that is not served exactly."""
+    for name in UNSERVED:
+        value = getattr(request, name, None)
+        if value is not None and value is not False and value != []:
+            raise ValueError(f"{name} is not served by the zoo's backend")
+    sampling_params(request.sampling_params or {}, str(request.rid))

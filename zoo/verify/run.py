@@ -1,0 +1,220 @@
+"""What the commands do: build, qualify, climb, print, write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from zoo.common import qualification
+from zoo.common.ops import CONTRACTS
+from zoo.common.program import resolve
+from zoo.verify import map as maps
+from zoo.verify import qualify as admission
+from zoo.verify import report as pages
+from zoo.verify.ladder import RUNGS, Ladder, Result
+from zoo.verify.shrink import reproduction as write_reproduction
+from zoo.verify.subject import Subject, build, config_of, settings_for, sizes
+from zoo.verify.tally import Row
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line of `zoo verify`."""
+
+    arch: str
+    checkpoint: str | None
+    device: str | None
+    size: str
+    layers: int | None
+    rungs: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    layout: str | None
+    engine: str
+    seed: int
+    store: Path | None
+
+
+def rungs_of(text: str) -> tuple[int, ...]:
+    """3, 1,3 or 1-5. ValueError for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--rungs {text!r} must be like 3, 1,3 or 1-5")
+        span = range(int(first), int(last or first) + 1)
+        if not span or span[0] < 1 or span[-1] > len(RUNGS):
+            raise ValueError(f"--rungs {text!r}: the ladder has the rungs 1 to {len(RUNGS)}")
+        found |= set(span)
+    return tuple(sorted(found))
+
+
+def lengths_of(text: str | None) -> tuple[int, ...] | None:
+    """1,63,300. ValueError for anything else."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--lengths {text!r} must be whole numbers with commas between them")
+    return tuple(int(part) for part in parts)
+
+
+def device_of(name: str | None) -> str:
+    """cpu, cuda or cuda:N. ValueError for another, or for cuda where there is none."""
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device {chosen!r} must be cpu or cuda")
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {chosen}: torch {torch.__version__} sees no GPU here")
+    return chosen
+
+
+def verify(asked: Asked, console: Console, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
+    """Climbs, prints the table, writes the files. ValueError for whatever the user got wrong."""
+    if asked.engine not in ("embedded", "sglang"):
+        raise ValueError(f"--engine {asked.engine!r} must be embedded or sglang")
+    if asked.engine == "sglang":
+        raise ValueError("--engine sglang is not built yet; there is embedded")
+    if asked.layout is not None:
+        raise ValueError(f"--layout {asked.layout!r} is not supported yet: one device only")
+    if reproduction is not None and reproduction.exists() and any(reproduction.iterdir()):
+        raise ValueError(f"--reproduction {reproduction} is not empty")
+    for path in (json_file, report):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: its folder does not exist")
+    device = device_of(asked.device)
+    if asked.store is not None:
+        qualification.use(asked.store)
+    with console.status("building") as status:
+
+        def say(text: str) -> None:
+            status.update(text)
+
+        subject = build(
+            asked.arch, checkpoint=asked.checkpoint, device=device, size=asked.size, layers=asked.layers, seed=asked.seed, say=say
+        )
+        if device.startswith("cuda"):  # just the shapes that this model uses
+            admission.qualify(admission.targets_of(subject.server), say, program=subject.server.program)
+        settings = settings_for(subject, asked.lengths)
+
+        def wrote(row: Row) -> None:
+            if console.is_terminal:
+                verdict = "[green]equal [/]" if row.ok else "[red]FAILED[/]"
+                console.print(f"{verdict} {row.rung} {row.what}", highlight=False)
+
+        ladder = Ladder(subject, settings, say, wrote)
+        result = ladder.climb(asked.rungs)
+        places = maps.operation_map(subject) if report is not None else []
+    console.print(table_of(result))
+    show_end(result, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    if report is not None:
+        report.write_text(pages.page(result, places, layers_of(subject), max(settings.lengths)))
+        console.print(f"wrote {report}", highlight=False)
+    if reproduction is not None and result.divergence is not None:
+        script = write_reproduction(result.divergence, reproduction, result.names)
+        console.print(f"wrote {script}: run it to see the one row and the one op again", highlight=False)
+    return result
+
+
+def layers_of(subject: Subject) -> int:
+    return int(subject.trainer.config.layers)
+
+
+def table_of(result: Result) -> Table:
+    """The ladder as people read it."""
+    table = Table(title=f"zoo verify {result.arch} on {result.device}")
+    table.add_column("rung", justify="right")
+    table.add_column("what was compared", overflow="fold")
+    for name in ("compared", "compared_bytes", "differing", "K3"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for row in result.rows:
+        k3 = "" if row.k3 is None else f"{row.k3:.3g}"
+        verdict = "[green]equal[/]" if row.ok else "[red]FAILED[/]"
+        table.add_row(str(row.rung), row.what, f"{row.compared:,}", f"{row.compared_bytes:,}", f"{row.differing:,}", k3, verdict)
+    for idle in result.not_run:
+        table.add_row(str(idle["rung"]), f"{idle['what']}: {idle['reason']}", "", "", "", "", "[dim]not run[/]")
+    return table
+
+
+def show_end(result: Result, console: Console) -> None:
+    """One sentence of verdict, and where the first byte differs."""
+    bytes_compared = sum(row.compared_bytes for row in result.rows)
+    if result.ok:
+        console.print(f"{bytes_compared:,} bytes compared, none differs.", highlight=False)
+    else:
+        failed = sum(not row.ok for row in result.rows)
+        differing = sum(row.differing for row in result.rows)
+        console.print(f"{failed} of {len(result.rows)} comparisons failed, {differing:,} bytes differ.", highlight=False)
+    first = result.first_divergence
+    if first is not None:
+        place = f"layer {first['layer']}, op {first['op']}, sequence {first['sequence']}, position {first['position']}"
+        console.print(f"first divergence: {place}, {first['elements']} elements, {first['ulp']} ulp", highlight=False)
+    parts = result.fingerprint
+    program, state = parts["program"]["program"], parts["realisation"]["qualification"]
+    console.print(f"program {program}, weights {parts['weights']}, {state}", highlight=False)
+
+
+def qualify(
+    console: Console,
+    op: str | None,
+    kernel: str | None,
+    device: str | None,
+    arch: str | None,
+    size: str | None,
+    again: bool,
+    store: Path | None,
+) -> bool:
+    """`zoo qualify`; False if an outside kernel breaks a law."""
+    if op is not None and op not in CONTRACTS:
+        raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
+    if kernel is not None and op is None:
+        raise ValueError("--kernel needs --op, the op that the kernel stands in for")
+    if size is not None and arch is None:
+        raise ValueError("--size needs --arch")
+    where = device_of(device)
+    if store is not None:
+        qualification.use(store)
+    program = resolve("aligned", where, torch.bfloat16)
+    if kernel is not None:
+        assert op is not None
+        with console.status("laws") as status:
+            found = admission.put_through(op, kernel, program, status.update)
+        show_kernel(found, console)
+        return found.ok
+    if where == "cpu":
+        console.print("On a CPU there is only the reference of each op: nothing to admit.")
+        return True
+    targets = admission.default_targets()
+    if arch is not None:
+        if size is not None:
+            config_of(arch, size, None)
+        targets = admission.targets_of_sizes(arch, [size] if size is not None else list(sizes(arch)))
+    targets = [t for t in targets if op is None or t.op == op]
+    with console.status("qualifying") as status:
+        admission.qualify(targets, status.update, program=program, again=again)
+    table = Table(title=f"providers on {torch.cuda.get_device_name()}")
+    for name in ("op and shape", "runs", "fallback because"):
+        table.add_column(name, overflow="fold")
+    for target, provider, why in admission.running(targets, program):
+        table.add_row(str(target), provider, why)
+    console.print(table)
+    console.print(f"stored in {qualification.path_for_this_machine()}", highlight=False, soft_wrap=True)
+    return True
+
+
+def show_kernel(found: admission.KernelReport, console: Console) -> None:
+    for line in found.broken:
+        console.print(f"broken: {line}", highlight=False, markup=False, soft_wrap=True)
+    counts = f"{found.kept} laws kept, {len(found.broken)} broken"
+    console.print(f"{found.op} by {found.kernel}: {counts}", highlight=False, markup=False)
+    console.print(f"gradient {found.gradient}", highlight=False, markup=False, soft_wrap=True)
+    console.print(found.equal, highlight=False)
+    for line in found.benchmark:
+        console.print(line, highlight=False, markup=False)
