@@ -12,18 +12,19 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.command("make-tiny")
 def make_tiny(
-    arch: Annotated[str, typer.Argument(help="qwen3 or qwen3_moe")],
+    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5 or qwen3_5_moe")],
     out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
     hidden: Annotated[int | None, typer.Option(help="hidden size")] = None,
     layers: Annotated[int | None, typer.Option(help="number of layers")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="tie the head to the embedding")] = False,
+    vision: Annotated[bool, typer.Option("--vision", help="as the text part of a vision-language checkpoint")] = False,
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
 ) -> None:
     """Write a small random checkpoint in published format: config, sharded BF16 safetensors, tokenizer."""
     from weights_tools.make_tiny import make_tiny as make
 
     with _one_sentence():
-        make(arch, out, hidden=hidden, layers=layers, tied=tied, seed=seed)
+        make(arch, out, hidden=hidden, layers=layers, tied=tied, vision=vision, seed=seed)
         typer.echo(f"wrote {out}")
 
 

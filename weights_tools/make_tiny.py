@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
 from zoo.common.registry import model_class
 from zoo.common.shards import fresh_folder, write_shards
@@ -103,6 +104,21 @@ ARCHS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
 }
+# what a published vision-language checkpoint has around its text model, and tensors that the text model doesn't use
+_VISION: dict[str, Any] = {
+    "image_token_id": 4,
+    "video_token_id": 5,
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+    "vision_config": {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "patch_size": 2, "out_hidden_size": 128},
+}
+_UNUSED: dict[str, tuple[int, ...]] = {
+    "model.visual.patch_embed.proj.weight": (32, 3, 2, 2, 2),
+    "model.visual.blocks.0.norm1.bias": (32,),
+    "model.visual.blocks.0.attn.qkv.weight": (96, 32),
+    "mtp.fc.weight": (64, 128),
+    "mtp.layers.0.self_attn.q_norm.weight": (64,),
+}
 SHARDS = 3
 SPECIAL = ("<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 _CORPUS = (
@@ -118,14 +134,33 @@ _TEMPLATE = (
 
 
 def make_tiny(
-    arch: str, out: str | Path, *, hidden: int | None = None, layers: int | None = None, tied: bool = False, seed: int = 0
+    arch: str,
+    out: str | Path,
+    *,
+    hidden: int | None = None,
+    layers: int | None = None,
+    tied: bool = False,
+    vision: bool = False,
+    seed: int = 0,
 ) -> Path:
-    """Writes the folder and returns it; equal arguments, equal bytes. ValueError for an unknown arch or a non-empty `out`."""
+    """Writes the folder and returns it; equal arguments, equal bytes. `vision`: as the text part of a vision-language checkpoint.
+
+    ValueError for an unknown arch, a non-empty `out`, or a vision-language model that there isn't.
+    """
     if arch not in ARCHS:
         raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(ARCHS)}")
     fields = {**ARCHS[arch], "tie_word_embeddings": tied}
     fields |= {"hidden_size": hidden} if hidden is not None else {}
-    fields |= {"num_hidden_layers": layers, "max_window_layers": layers} if layers is not None else {}
+    if layers is not None:
+        fields["num_hidden_layers"] = layers
+        if "max_window_layers" in fields:
+            fields["max_window_layers"] = layers
+        if "layer_types" in fields:  # every fourth, and the last
+            full = [i % 4 == 3 or i == layers - 1 for i in range(layers)]
+            fields["layer_types"] = ["full_attention" if f else "linear_attention" for f in full]
+    vocabulary = fields["vocab_size"]
+    if vision:
+        fields = _with_vision(arch, fields)
     made = model_class(fields)
     table = made.table(made.config_class.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
@@ -133,8 +168,11 @@ def make_tiny(
         (name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape)
         for name, (entry, piece) in places.items()
     ]
+    specs += [(name, torch.bfloat16, shape) for name, shape in _UNUSED.items()] if vision else []
 
     def draw(name: str) -> Tensor:
+        if name not in places:
+            return normal_(torch.empty(_UNUSED[name], dtype=torch.bfloat16), key64(seed, name), 1.0, 0.0)
         entry, piece = places[name]
         tensor = torch.empty(piece.shape, dtype=dtypes[name])
         return draw_piece(piece, tensor, seed, table, entry, made.recipe)
@@ -153,9 +191,19 @@ def make_tiny(
             "top_k": 0,
         }
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-        write_tokenizer(folder, fields["vocab_size"])
+        write_tokenizer(folder, vocabulary)
         write_shards(folder, specs, draw, -(-total // SHARDS))
     return Path(out)
+
+
+def _with_vision(arch: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the vision-language model around a text model."""
+    if not arch.startswith("qwen3_5"):
+        raise ValueError(f"{arch!r} has no vision-language model; qwen3_5 and qwen3_5_moe have")
+    text = {name: value for name, value in fields.items() if name != "architectures"}
+    whole = [name.replace("ForCausalLM", "ForConditionalGeneration") for name in fields["architectures"]]
+    tied = fields["tie_word_embeddings"]
+    return {"architectures": whole, "model_type": arch, "text_config": text, **_VISION, "tie_word_embeddings": tied}
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -49,7 +49,7 @@ def verify(
     """Climb the ladder: prove on this machine that trainer and sampler give the same bytes. Exit status 1 if a byte differs."""
     from zoo.verify import run
 
-    console = Console()
+    console = _console()
     chosen = run.rungs_of(rungs)
     asked = run.Asked(arch, checkpoint, device, size, layers, chosen, run.lengths_of(lengths), layout, engine, seed, store)
     result = run.verify(asked, console, json_file, report, reproduction)
@@ -64,7 +64,7 @@ def operation_map(arch: Arch, checkpoint: Checkpoint = None, device: Device = No
 
     subject = build(arch, checkpoint=checkpoint, device=device)
     places = maps.operation_map(subject)
-    maps.show(subject, places, Console())
+    maps.show(subject, places, _console())
     _write_json(json_file, maps.to_dict(subject, places))
 
 
@@ -81,7 +81,7 @@ def qualify(
     """Admit providers on this GPU and toolchain, or put an outside kernel through laws, gradient and benchmark."""
     from zoo.verify import run
 
-    if not run.qualify(Console(), op, kernel, device, arch, size, again, store):
+    if not run.qualify(_console(), op, kernel, device, arch, size, again, store):
         raise typer.Exit(1)
 
 
@@ -137,6 +137,11 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops 
     sys.path.insert(0, str(root))
     sys.argv = [f"python -m benchmarks.{what}", *context.args]
     runpy.run_module(f"benchmarks.{what}", run_name="__main__")
+
+
+def _console() -> Console:
+    """The terminal, or a file or pipe that is wide enough for the tables."""
+    return Console(width=None if sys.stdout.isatty() else 130)
 
 
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The gated_delta kernels in Triton's interpreter, in FP32 (its bf16 products are wrong): chunks, steps, slots, the chunk plan."""
+"""The gated_delta kernels in Triton's interpreter, in FP32 (its bf16 products are wrong): chunks, steps, slots, the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 
 from zoo.common.ops.cases import trial
-from zoo.common.ops.gated_delta import cases, kernels, reference
+from zoo.common.ops.gated_delta import cases, kernels, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -34,7 +34,10 @@ def pushed(args: Args, plan: Plan, serve: object) -> dict[str, object]:
     return push(trial(case, FP32, replace={"gated_delta": op}), args, plan, SlotPlace(1), every_step=True)
 
 
-@pytest.mark.parametrize(("counts", "contexts"), [([1], [0]), ([64, 3], None), ([1, 66, 127, 2], [63, 63, 1, 128]), ([200], [7]), ([5] * 9, None)])
+@pytest.mark.parametrize(
+    ("counts", "contexts"),
+    [([1], [0]), ([64, 3], None), ([1, 66, 127, 2], [63, 63, 1, 128]), ([200], [7]), ([5] * 9, None)],
+)
 def test_plan_lists_every_chunk(counts: list[int], contexts: list[int] | None) -> None:
     rows, expected = Rows.pushed(counts, contexts, "cpu"), []
     firsts = []
@@ -88,7 +91,7 @@ def test_pushes_are_the_reference(plan: Plan) -> None:
 
 def test_steps_are_the_reference_across_a_chunk() -> None:
     args = made([68], (16, 16), decay=0)
-    plan = ((1,),) * 68
+    plan = ((1,), (1,), (54,), *(((1,),) * 12))
     got, wanted = (pushed(args, plan, m.serve) for m in (kernels, reference))
     torch.testing.assert_close(got, wanted, **CLOSE)
     assert got["out"].isfinite().all()
@@ -103,3 +106,16 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
     monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
     torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)
+
+
+def test_rival_is_the_recurrence() -> None:
+    args = made([20, 3], (16, 32))
+    rows = packed_rows(args)
+    got, wanted = (m.gated_delta(*(args[n] for n in OPERANDS), None, rows)[0] for m in (rival_tokens, reference))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    memory, owned = cases.slots_for(args, SlotPlace())
+    state, served = memory.view(torch.tensor(owned))[0].state, []
+    for row in range(3):
+        index = torch.tensor([row, 20 + row])
+        served.append(rival_tokens.serve(*(args[n][index] for n in OPERANDS), state, Rows.pushed([1, 1], [row, row], "cpu")))
+    torch.testing.assert_close(torch.stack(served, 1), torch.stack([got[:3], got[20:]]), rtol=1e-5, atol=1e-6)

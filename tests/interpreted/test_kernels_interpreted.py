@@ -25,6 +25,8 @@ from zoo.common.ops.linear import kernels as linear_kernels  # noqa: E402
 from zoo.common.ops.linear import reference as linear_reference  # noqa: E402
 from zoo.common.ops.log_prob import kernels as log_prob_kernels  # noqa: E402
 from zoo.common.ops.log_prob import reference as log_prob_reference  # noqa: E402
+from zoo.common.ops.norm_rope import kernels as norm_rope_kernels  # noqa: E402
+from zoo.common.ops.norm_rope import reference as norm_rope_reference  # noqa: E402
 from zoo.common.ops.rms_norm import kernels as norm_kernels  # noqa: E402
 from zoo.common.ops.rms_norm import reference as norm_reference  # noqa: E402
 from zoo.common.ops.rope import kernels as rope_kernels  # noqa: E402
@@ -59,7 +61,9 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def total(reduction: Any, operand: Any) -> Any:
         data = operand.handle.data
         start = -0.0 if data.dtype.kind == "f" else 0
-        return reduction.to_tensor(numpy.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=start), operand.dtype)
+        return reduction.to_tensor(
+            numpy.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=start), operand.dtype
+        )
 
     monkeypatch.setattr(interpreter, "_convert_float", cast)
     monkeypatch.setattr(interpreter.ReduceOps, "sum", total)
@@ -178,13 +182,37 @@ def test_rope(heads: int, width: int, rotated: int, inverse: bool) -> None:
     assert rope_kernels.rope(x[:0], table, positions[:0], inverse).shape == (0, heads, width)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "query_width", "rotated"), [(4, 2, 64, 64, 64), (9, 3, 128, 256, 32), (1, 1, 96, 96, 64)]
+)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_rope(queries: int, keys: int, width: int, query_width: int, rotated: int, offset: float) -> None:
+    heads = norm_rope_reference.Heads(queries, keys, width, query_width)
+    qkv = torch.randn(6, heads.columns + 8).to(BF16)[:, : heads.columns]
+    weights = torch.randn(width).to(BF16), torch.randn(width).to(BF16)
+    table, positions = rope_table(50, rotated, 1e4), torch.tensor([0, 0, 7, 3, 49, 21])
+    got = norm_rope_kernels.norm_rope(qkv, *weights, table, positions, heads, 1e-6, offset)
+    wanted = norm_rope_reference.norm_rope(qkv, *weights, table, positions, heads, 1e-6, offset)
+    composed = [
+        rope_kernels.rope(norm_kernels.rms_norm(x, None, weight, 1e-6, offset)[0], table, positions, False)
+        for x, weight in zip(norm_rope_reference.split_heads(qkv, heads)[:2], weights, strict=True)
+    ]
+    swapped = norm_rope_kernels.norm_rope(qkv, *reversed(weights), table, positions, heads, 1e-6, offset)
+    for one, other, third, wrong in zip(got, wanted, composed, swapped, strict=True):
+        assert same(one, other)
+        assert same(third, other)
+        assert not same(wrong, other)
+
+
 @pytest.mark.parametrize("shape", [(3, 2 * 8), (2, 3, 2 * 1030), (5, 2 * 37)], ids=str)
 def test_swiglu(shape: tuple[int, ...]) -> None:
     x = torch.randn(*shape[:-1], shape[-1] + 6)[..., : shape[-1]] * 4
     close(swiglu_kernels.swiglu(x), swiglu_reference.swiglu(x), 4)
     close(swiglu_kernels.swiglu(x.to(BF16)), swiglu_reference.swiglu(x.to(BF16)), 1)
     grad = torch.randn(*shape[:-1], shape[-1] // 2)
-    torch.testing.assert_close(swiglu_kernels.swiglu_backward(grad, x), swiglu_reference.swiglu_backward(grad, x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        swiglu_kernels.swiglu_backward(grad, x), swiglu_reference.swiglu_backward(grad, x), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(AssertionError):
         close(swiglu_kernels.swiglu(x + 1e-3), swiglu_reference.swiglu(x), 4)
     extreme = torch.tensor([[-200.0, -0.0, 0.0, 90.0, 1.0, 2.0, 3.0, -4.0]])
@@ -216,8 +244,8 @@ def test_round_double_rounds_once() -> None:
     """Bytes of every awkward kind: halfway cases that FP32 hides, subnormals, zeros, infinities, the largest numbers."""
     half = 1.0 + 2**-8  # halfway between two BF16 numbers
     tiny, big = 2.0**-133, 3.3895313892515355e38
-    kinds = [half, half + 2**-40, half - 2**-40, 1 + 3 * 2**-8 - 2**-45, tiny / 2, tiny / 2 + 2**-190, tiny * 1.5, 2.0**-160, 2.0**-300]
-    kinds += [0.0, big, big * 1.01, 3.4028235677973366e38, 1e300, torch.inf]
+    kinds = [half, half + 2**-40, half - 2**-40, 1 + 3 * 2**-8 - 2**-45, tiny / 2, tiny / 2 + 2**-190, tiny * 1.5, 2.0**-160]
+    kinds += [2.0**-300, 0.0, big, big * 1.01, 3.4028235677973366e38, 1e300, torch.inf]
     x = torch.tensor(kinds + [-k for k in kinds], dtype=torch.float64)
     x = torch.cat([x, torch.randn(300, dtype=torch.float64)])
     slots = x.to(BF16)  # only a carrier for the output's dtype

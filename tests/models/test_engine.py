@@ -1,4 +1,4 @@
-"""The engine leaves every byte as it was: batching, chunks, pages, reuse, preemption, aborts, weight updates. Each with a control."""
+"""The engine leaves every byte as it was: batches, chunks, pages, reuse, preemption, aborts, updates. Each with a control."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import (
-    REQUESTS, STEM, SkippingScheduler, baseline, check_pages, drive, generate, numbers, plant, poison, scored, serving, tokens, trained, twins,
-)  # fmt: skip
+    REQUESTS,
+    STEM,
+    SkippingScheduler,
+    baseline,
+    check_pages,
+    drive,
+    generate,
+    numbers,
+    plant,
+    poison,
+    scored,
+    serving,
+    tokens,
+    trained,
+    twins,
+)
 
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Completion, Engine
@@ -380,7 +394,8 @@ class CountingMemory(PagedMemory):
         super().clear(pages)
         self.state_S[torch.tensor(slots, dtype=torch.int64)] = 0
 
-    def snapshot(self, slot: int) -> torch.Tensor:
+    def snapshot(self, slot: int, length: int) -> torch.Tensor:
+        assert self.state_S[slot] == length
         return self.state_S[slot] + self.bad
 
     def restore(self, slot: int, snapshot: torch.Tensor) -> None:

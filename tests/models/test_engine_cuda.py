@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def mixed(engine: Engine, graph_steps: list[bool]) -> list[Completion]:
-    """All requests at once; step i decodes by graph where `graph_steps[i % len]` says so. Free pages are poisoned before each step."""
+    """All requests at once; step i decodes by graph where `graph_steps` says so, repeated. Free pages are poisoned before it."""
     ids = [engine.add(*request) for request in REQUESTS]
     done: dict[str, Completion] = {}
     step = 0

@@ -1,4 +1,4 @@
-"""gated_delta on the CPU: its laws and what breaks them, slots, snapshots, accuracy and gradients against a float64 recurrence."""
+"""gated_delta on the CPU: laws and what breaks them, slots, snapshots; accuracy and gradients against a float64 recurrence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def case_named(name: str) -> Any:
     return next(case for case in cases_of("gated_delta", PROGRAM) if case.name == name)
 
 
-def made(lengths: list[int], *, decay: float = 0.3, heads: tuple[int, int] = (1, 2), dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Args:
+def made(
+    lengths: list[int], *, decay: float = 0.3, heads: tuple[int, int] = (1, 2), dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Args:
     return cases._case("made", lengths, *heads, 16, 16, decay).make(seed, "cpu", dtype)
 
 
@@ -137,7 +139,7 @@ def test_random_cuts(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("length", [*EDGES, 593, 1000])
 def test_accuracy(length: int) -> None:
-    """BF16 rounds w, u, the image and the operands, 2^-9 each at most: a few of them add up to less than 2^-6. FP32 has no such rounding."""
+    """BF16 rounds w, u, the image and operands, 2^-9 each at most: a few add up to less than 2^-6. FP32 has no such rounding."""
     for program, limit in ((PROGRAM, 2**-6), (FP32, 2e-6)):
         args = made([length], dtype=program.torch_dtype)
         wanted = recurrence(args)
@@ -173,8 +175,10 @@ def test_gradients_against_the_recurrence(lengths: list[int], decay: float) -> N
     for name in OPERANDS:
         assert far(found[1][name], wanted[1][name]) < 1e-9, name
     if sum(lengths) > 1:
-        other = gradients(call, {**args, "lengths": [sum(lengths)]}, OPERANDS) if len(lengths) > 1 else gradients(call, args, OPERANDS, seed=1)
-        assert far(other[1]["v_RVE"], wanted[1]["v_RVE"]) > 1e-3  # control: documents that mix, another upstream gradient
+        other = gradients(call, {**args, "lengths": [sum(lengths)]}, OPERANDS)[1]
+        assert len(lengths) == 1 or far(other["v_RVE"], wanted[1]["v_RVE"]) > 1e-3  # control: documents that mix
+        other = gradients(call, args, OPERANDS, seed=1)[1]
+        assert far(other["v_RVE"], wanted[1]["v_RVE"]) > 1e-3  # control: another upstream gradient
 
 
 def test_gradients_in_several_passes_over_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +210,8 @@ def test_context_parallel_parts_equal_the_whole() -> None:
     whole, final = gated_delta_states(*(args[n] for n in OPERANDS), None, rows, program=PROGRAM)
 
     def parts(cut: int) -> tuple[Tensor, Tensor]:
-        first, state = gated_delta_states(*(args[n][:cut] for n in OPERANDS), None, Rows.packed(torch.tensor([0, cut])), program=PROGRAM)
-        rest = Rows.packed(torch.tensor([0, 200 - cut]))
+        begin, rest = Rows.packed(torch.tensor([0, cut])), Rows.packed(torch.tensor([0, 200 - cut]))
+        first, state = gated_delta_states(*(args[n][:cut] for n in OPERANDS), None, begin, program=PROGRAM)
         second, last = gated_delta_states(*(args[n][cut:] for n in OPERANDS), state, rest, program=PROGRAM)
         history = PackedDelta(state)
         assert_same_bytes(gated_delta(*(args[n][cut:] for n in OPERANDS), history, rest, program=PROGRAM), second)
@@ -304,7 +308,6 @@ def test_written_holds_live_rows_only() -> None:
         "carry": (1, 3, 8),
     }
     assert not memory.written(1, 130)["inverse"][..., 2:].any()
-
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,20 @@ class FieldReader:
 
     def partial_rope(self, head_dim: int) -> tuple[float, int]:
         """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
-        parameters = dict(self.raw("rope_parameters", None) or {})
+        parameters = self.raw("rope_parameters", None) or {}
+        if not isinstance(parameters, dict):
+            raise ValueError(f"{self.family}: rope_parameters must be an object, it is {parameters!r}")
+        known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
         flat = {n: self.raw(n, None) for n in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
         kind = parameters.get("rope_type", "default")
         if kind != "default" or flat["rope_scaling"] is not None:
             raise ValueError(f"{self.family}: rope type {flat['rope_scaling'] or kind!r} is not supported, only 'default'")
+        if set(parameters) - known:
+            raise ValueError(f"{self.family}: rope_parameters has unknown fields {', '.join(sorted(set(parameters) - known))}")
         theta = parameters.get("rope_theta", flat["rope_theta"])
         part = parameters.get("partial_rotary_factor", flat["partial_rotary_factor"])
         for name, value in (("rope_theta", theta), ("partial_rotary_factor", part)):
-            if not isinstance(value, int | float) or not value > 0:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
         rotated = int(head_dim * part)
         if rotated % 2 or rotated > head_dim:

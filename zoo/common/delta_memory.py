@@ -1,7 +1,7 @@
 """Memory of Gated DeltaNet layers: the state at the live chunk's start, the chunk's cached rows, and the convolution's carry.
 
-Chunks lie on each sequence's own grid of 64 absolute positions. A sequence owns one slot in every layer; slot 0 is for padding rows.
-Like `zoo.common.memory` it moves bytes and computes nothing.
+Chunks lie on each sequence's own grid of 64 absolute positions. A sequence owns one slot in all layers; slot 0 is for padding
+rows. Like `zoo.common.memory` it moves bytes and computes nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DeltaLayer:
 class DeltaMemory:
     """All layers' pools [L, S, ...]. `view(slot_N)` gives the layers as a batch of sequences sees them.
 
-    ValueError for fewer than 2 slots (slot 0 is reserved for padding rows) and for value heads that aren't a multiple of key heads.
+    ValueError for fewer than 2 slots (slot 0 is for padding rows) and for value heads that aren't a multiple of the key heads.
     """
 
     def __init__(
@@ -120,6 +120,14 @@ class DeltaMemory:
     def _all(self) -> list[Tensor]:
         return [*self.pools.values(), self.carry_LSWC]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self._all())
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        return (self.pools["start_SVKE"].nbytes + self.carry_LSWC.nbytes) // self.slots
+
     def view(self, slot_N: Tensor) -> list[DeltaLayer]:
         return [
             DeltaLayer(
@@ -141,7 +149,7 @@ class DeltaMemory:
             pool[:, target] = pool[:, source]
 
     def snapshot(self, slot: int, length: int) -> DeltaSnapshot:
-        """A sequence of `length` tokens, now in `slot`. ValueError unless length is a multiple of 64: prefill up to there first."""
+        """A sequence of `length` tokens, now in `slot`. ValueError off multiples of 64: cut the prefill there, then go on."""
         if length % CHUNK:
             raise ValueError(f"a snapshot is taken at a multiple of {CHUNK} tokens, not at {length}")
         return DeltaSnapshot(length, self.pools["start_SVKE"][:, slot].clone(), self.carry_LSWC[:, slot].clone())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -13,12 +14,18 @@ from zoo.common.memory import PagedKeyValues, PagedMemory
 
 
 class HybridMemory:
-    """A table row is [slot, page 0, page 1, ...]. Layer i has pages where `full[i]`, else a slot's state."""
+    """A table row is [slot, page 0, page 1, ...]. Layer i has pages where `full[i]`, else a slot's state.
 
-    def __init__(self, full: Sequence[bool], paged: PagedMemory, delta: DeltaMemory) -> None:
+    At most `snapshots` are alive at once, by default one per slot; `nbytes` counts them, so that there is room for them.
+    """
+
+    def __init__(self, full: Sequence[bool], paged: PagedMemory, delta: DeltaMemory, snapshots: int | None = None) -> None:
         self.full, self.paged, self.delta = tuple(full), paged, delta
         self.page_size, self.pages = paged.page_size, paged.pages
         self.slots = delta.slots - 1
+        self.snapshots = self.slots if snapshots is None else snapshots
+        self._alive: weakref.WeakValueDictionary[int, DeltaSnapshot] = weakref.WeakValueDictionary()
+        self._taken = 0
 
     def view(self, table_NB: Tensor) -> list[PagedKeyValues | DeltaLayer]:
         attention, recurrent = iter(self.paged.view(table_NB[:, 1:])), iter(self.delta.view(table_NB[:, 0].long()))
@@ -26,7 +33,7 @@ class HybridMemory:
 
     @property
     def nbytes(self) -> int:
-        return self.paged.nbytes + self.delta.nbytes
+        return self.paged.nbytes + self.delta.nbytes + self.snapshots * self.delta.snapshot_nbytes
 
     def pages_for(self, length: int) -> int:
         return self.paged.pages_for(length)
@@ -53,10 +60,17 @@ class HybridMemory:
         return length // stride * stride
 
     def snapshot(self, slot: int, length: int) -> DeltaSnapshot | None:
-        return None if length % CHUNK else self.delta.snapshot(slot, length)
+        """None off multiples of 64 positions, and where `snapshots` are alive already."""
+        if length % CHUNK or len(self._alive) >= self.snapshots:
+            return None
+        self._taken += 1
+        made = self._alive[self._taken] = self.delta.snapshot(slot, length)
+        return made
 
     def restore(self, slot: int, snapshot: DeltaSnapshot) -> None:
         self.delta.restore(slot, snapshot)
 
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
-        return {**self.paged.written(pages, length), **self.delta.written(slot, length)}
+        """[attention layers, length, ...] of keys and values, [recurrent layers, ...] of a slot's live bytes under `delta_` names."""
+        state = {f"delta_{name}": bytes_ for name, bytes_ in self.delta.written(slot, length).items()}
+        return {**self.paged.written(pages, length), **state}

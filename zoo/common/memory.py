@@ -8,7 +8,7 @@ The engine owns which page and slot belongs to whom and knows nothing of what th
 - A memory with state that is not a row of a page (a recurrent state, an open compressor window) has `slots`, one per running
   sequence, slot 0 for padding. `table` writes slot and pages of a batch into one int32 tensor, opaque to drivers and graphs.
 - A sequence may start after a cached prefix of L tokens iff reusable_length(L) == L and, with slots, a `snapshot` was taken when
-  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. For it the engine ends chunks at page ends.
+  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. For it the engine ends chunks at such L.
 - `PagedMemory` is the plain case: no slots, any L, no snapshots.
 """
 
@@ -87,7 +87,7 @@ class ServingMemory(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all pages and slots."""
 
     def pages_for(self, length: int) -> int:
         """Pages that a sequence of `length` tokens holds."""
@@ -107,8 +107,8 @@ class ServingMemory(Protocol):
     def reusable_length(self, length: int) -> int:
         """The longest prefix, at most `length` tokens, after which a sequence may start from shared pages (and a snapshot)."""
 
-    def snapshot(self, slot: int) -> Any:
-        """A copy of a slot as it is now, None if there is no room for one."""
+    def snapshot(self, slot: int, length: int) -> Any:
+        """A copy of a slot, which holds `length` tokens now; None if there is no room for one."""
 
     def restore(self, slot: int, snapshot: Any) -> None:
         """Writes a snapshot into a slot."""
@@ -159,7 +159,7 @@ class PagedMemory:
     def reusable_length(self, length: int) -> int:
         return length
 
-    def snapshot(self, slot: int) -> Any:
+    def snapshot(self, slot: int, length: int) -> Any:
         raise AssertionError("pages are all that there is")
 
     def restore(self, slot: int, snapshot: Any) -> None:

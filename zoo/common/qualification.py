@@ -79,7 +79,7 @@ def read(path: Path) -> list[Verdict]:
             raise ValueError(f"format {fields['format']}, this version reads {FORMAT}")
         verdicts = [Verdict(**{**v, "shape": tuple(v["shape"])}) for v in fields["verdicts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the qualifications in {path} can't be read ({error}): delete the file and run `zoo qualify`") from error
+        raise ValueError(f"qualifications in {path} can't be read ({error}): delete the file, run `zoo qualify`") from error
     return [v for v in verdicts if v.op in CONTRACTS and CONTRACTS[v.op].version == v.contract_version]
 
 

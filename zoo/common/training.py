@@ -76,9 +76,9 @@ class ForRL(Pretrained, nn.Module):
         """Hidden rows, logits if asked, and the loss if labels are given.
 
         input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here
-        and only here. labels have the shape of input_ids; label r + 1 is what row r is scored on, -100 is ignored. The loss is the
-        mean negative log-probability, or the sum over `num_items_in_batch`. ValueError for shapes, ids, labels or bounds that do
-        not fit each other or the model.
+        and only here. labels have the shape of input_ids: label r + 1 is what row r is scored on, -100 is ignored. The loss is
+        the mean negative log-probability, or the sum over `num_items_in_batch`. ValueError for shapes, ids, labels or bounds
+        that do not fit each other or the model.
         """
         _check_shapes(input_ids, cu_seqlens, attention_mask, labels)
         if cu_seqlens is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zoo.common.config import FieldReader
@@ -13,8 +13,8 @@ IGNORED = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "_name_or_path", "chunk_size_feed_forward",
     "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
-    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation", "mamba_ssm_dtype",
-    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval", "partial_rotary_factor", "num_local_experts",
+    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation",
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval", "num_local_experts",
 })  # fmt: skip
 # of a published vision-language config: read by nobody here, written back as they were
 WRAPPER = frozenset({
@@ -66,6 +66,12 @@ class Qwen35Config:
     def conv_channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def first_layers(self, layers: int) -> Qwen35Config:
+        """The same geometry with the first `layers` layers only. ValueError unless one of them has full attention."""
+        if not any(self.full[:layers]):
+            raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
+        return replace(self, layers=layers, full=self.full[:layers], published={})
+
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
         """Reads a config.json, of the text model or of the vision-language model around it. ValueError names the field and value."""
@@ -75,6 +81,8 @@ class Qwen35Config:
             outer = FieldReader("qwen3_5", fields, WRAPPER)
             outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
             outer.finish()
+            if not isinstance(fields["text_config"], dict):
+                raise ValueError(f"qwen3_5: text_config must be an object, it is {fields['text_config']!r}")
             text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **fields["text_config"]}
         read = FieldReader("qwen3_5", text, IGNORED)
         kind = TYPES[read.one_of("model_type", *TYPES)]
@@ -83,6 +91,8 @@ class Qwen35Config:
         read.only("attn_output_gate", True, absent=True)
         read.only("output_gate_type", "swish", absent="swish")
         read.only("linear_conv_kernel_dim", CONV_WIDTH)
+        read.only("mamba_ssm_dtype", "float32", absent="float32")
+        read.only("norm_topk_prob", True, absent=True)
         read.only("mlp_only_layers", [], absent=[])
         layers = read.integer("num_hidden_layers")
         heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
@@ -100,7 +110,9 @@ class Qwen35Config:
                 "expert_inner": read.integer("moe_intermediate_size"),
                 "shared_inner": read.integer("shared_expert_intermediate_size"),
             }
-            read.raw("intermediate_size", None)
+            read.raw("intermediate_size", None)  # of the dense family; published beside the experts' own
+            if mixture["experts_per_token"] > mixture["experts"]:
+                raise ValueError(f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}")
         else:
             mixture["inner"] = read.integer("intermediate_size")
         theta, rotated = read.partial_rope(head_dim)
@@ -177,10 +189,14 @@ def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
     types = read.raw("layer_types", None)
     if types is None:
         interval = read.integer("full_attention_interval")
-        return tuple((i + 1) % interval == 0 for i in range(layers))
-    unknown = set(types) - {"full_attention", "linear_attention"}
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if not isinstance(types, list):
+        raise ValueError(f"qwen3_5: layer_types must be a list, it is {types!r}")
+    unknown = [kind for kind in types if kind not in ("full_attention", "linear_attention")]
     if unknown or len(types) != layers:
-        raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {sorted(unknown)}")
+        raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {unknown}")
+    if len(set(types)) != 2:
+        raise ValueError(f"qwen3_5: layer_types needs layers of both kinds, all {layers} are {types[0]!r}")
     return tuple(kind == "full_attention" for kind in types)
 
 

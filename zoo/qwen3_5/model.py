@@ -50,9 +50,10 @@ class GatedDeltaNet(nn.Module):
         self.widths = (config.conv_channels, values, config.value_heads, config.value_heads)
         self.qkvzba = Linear(config.hidden, sum(self.widths), program)
         self.conv = nn.Parameter(torch.empty(config.conv_channels, 1, CONV_WIDTH, dtype=program.torch_dtype))
-        self.a_log = nn.Parameter(torch.empty(config.value_heads, dtype=program.torch_dtype))
-        self.dt_bias = nn.Parameter(torch.empty(config.value_heads, dtype=program.torch_dtype))
-        self.norm = nn.Parameter(torch.empty(config.value_dim, dtype=program.torch_dtype))
+        # FP32 in every program: published so, or widened exactly at load
+        self.a_log = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
+        self.norm = nn.Parameter(torch.empty(config.value_dim, dtype=torch.float32))
         self.out = Linear(values, config.hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaLayer, rotary: RotaryTable) -> Tensor:

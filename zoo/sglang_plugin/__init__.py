@@ -1,6 +1,6 @@
 """The zoo inside a stock SGLang, through its plugin entry point: one option, `--attention-backend zoo`.
 
-`register` is the entry point. It adds choices and hooks; every one of them returns at once unless the server was started with one of
+`register` is the entry point. It adds choices and hooks; each hook returns at once unless the server was started with one of
 `PROGRAMS`, so an installed plugin changes nothing for other servers. For clients: `fingerprint`, `record`, `seed_of`.
 """
 

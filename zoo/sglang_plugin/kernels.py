@@ -1,8 +1,8 @@
 """Moving bytes for SGLang's pools on CUDA: a decode step's page table, and the new rows of a layer."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,7 +30,13 @@ def _page_table(request_ptr, index_ptr, length_ptr, table_ptr, lengths_ptr, tail
 
 
 def page_table(
-    request_to_slot: Tensor, request_N: Tensor, length_N: Tensor, page: int, table_NB: Tensor, lengths_N: Tensor, tails_N: Tensor | None
+    request_to_slot: Tensor,
+    request_N: Tensor,
+    length_N: Tensor,
+    page: int,
+    table_NB: Tensor,
+    lengths_N: Tensor,
+    tails_N: Tensor | None,
 ) -> None:
     """Fills table_NB, lengths_N (int32) and, for a decode step, tails_N: slots behind each row's own that it must zero."""
     count, columns = table_NB.shape

@@ -1,7 +1,7 @@
 """SGLang's token slots seen as the zoo's pages, and its forward batches as the zoo's rows. It moves bytes and computes nothing.
 
-Slots of one page follow each other and page 0 is SGLang's own, for padding. SGLang hands out pages as they were left, so the row that
-starts a page zeroes the rest of it: no lane of an op ever reads an old or foreign value, and a page that once held a NaN is clean.
+Slots of one page follow each other and page 0 is SGLang's own, for padding. SGLang hands out pages as they were left, so the row
+that starts a page zeroes the rest of it: no lane of an op ever reads an old or foreign value, and no NaN outlives its page.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class PoolLayer:
     step: Step
 
     def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
-        flat = (t.view(-1, *t.shape[2:]) for t in (self.k_PSGE, self.v_PSGE))
+        k_SGE, v_SGE = (t.view(-1, *t.shape[2:]) for t in (self.k_PSGE, self.v_PSGE))
         write = kernels.append if k_RGE.is_cuda else _append
-        write(k_RGE, v_RGE, *flat, self.step.slot_R, self.step.tail_R, self.step.decode)
+        write(k_RGE, v_RGE, k_SGE, v_SGE, self.step.slot_R, self.step.tail_R, self.step.decode)
         return KeyValues(self.k_PSGE, self.v_PSGE, self.step.table_NB)
 
 
@@ -146,7 +146,7 @@ class StepBuilder:
         counts: Sequence[int],
         contexts: Sequence[int],
     ) -> Step:
-        """`counts[n]` new rows of sequence n after `contexts[n]` tokens, known on the host and on the device; no synchronisation."""
+        """`counts[n]` new rows of sequence n after `contexts[n]` tokens, known on host and device; no synchronisation."""
         count, device = len(counts), request_N.device
         bound = self.bound(max(c + before for c, before in zip(counts, contexts, strict=True)))
         table = torch.empty(count, bound.columns, dtype=torch.int32, device=device)
@@ -165,7 +165,13 @@ class StepBuilder:
 
 
 def _page_table(
-    request_to_slot: Tensor, request_N: Tensor, length_N: Tensor, page: int, table_NB: Tensor, lengths_N: Tensor, tails_N: Tensor | None
+    request_to_slot: Tensor,
+    request_N: Tensor,
+    length_N: Tensor,
+    page: int,
+    table_NB: Tensor,
+    lengths_N: Tensor,
+    tails_N: Tensor | None,
 ) -> None:
     """The same on a CPU, for tests."""
     lengths_N.copy_(length_N)
@@ -180,14 +186,15 @@ def _page_table(
 class GraphSteps:
     """Static decode steps, one per captured batch size and bound; graphs read their tensors on every replay.
 
-    A graph's launch shape is fixed by its bound, so one bound of the whole context would make each short sequence pay for segments it
-    does not have. `lengths` are the bounds captured: one segment, then four times as much, and the context.
+    A graph's launch shape is fixed by its bound, so one bound of the whole context would make a short sequence pay for
+    segments that it does not have. `lengths` are the bounds captured: one segment, then four times as much, and the context.
     """
 
     def __init__(self, builder: StepBuilder, largest: int, context: int, device: torch.device | str) -> None:
         self.builder, self.lengths = builder, graph_lengths(context, builder.segment)
         self.tables = {
-            length: torch.zeros(largest * builder.bound(length).columns, dtype=torch.int32, device=device) for length in self.lengths
+            length: torch.zeros(largest * builder.bound(length).columns, dtype=torch.int32, device=device)
+            for length in self.lengths
         }
         self.lengths_N = torch.ones(largest, dtype=torch.int32, device=device)
         self.tails_N = torch.zeros(largest, dtype=torch.int32, device=device)
@@ -205,7 +212,12 @@ class GraphSteps:
         """The static step of a batch size at one bound, for capture: positions and slots are SGLang's own static tensors."""
         count = request_N.shape[0]
         rows = Rows(
-            positions_N, self.sequence_N[:count], self.starts_N1[: count + 1], self.lengths_N[:count], max_rows=1, max_length=length
+            positions_N,
+            self.sequence_N[:count],
+            self.starts_N1[: count + 1],
+            self.lengths_N[:count],
+            max_rows=1,
+            max_length=length,
         )
         return Step(rows, self._table(length, count), slot_N, self.tails_N[:count], request_N)
 

@@ -9,3 +9,5 @@ SAMPLER = "zoo"
 FILTERED = "output_token_filtered_logprobs"
 # internal-state key that holds the fingerprint
 STATE = "zoo"
+# config.json's model_type of the families that this plugin serves
+FAMILIES = ("qwen3", "qwen3_moe")

@@ -9,7 +9,7 @@ from typing import Any
 
 from zoo.common.hub import read_config
 from zoo.common.registry import model_class
-from zoo.sglang_plugin.names import PROGRAMS, SAMPLER
+from zoo.sglang_plugin.names import FAMILIES, PROGRAMS, SAMPLER
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ CHECKED = "_zoo_checked"  # left on the server's arguments by `around_post_init`
 
 @dataclass(frozen=True)
 class Refusal:
-    """A server argument and the values that are served. `inexact`: other values run, but not with the trainer's bytes or untested."""
+    """A server argument and the values that are served. `inexact`: others run, but untested or with other bytes."""
 
     field: str
     served: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Refusal:
 ONE_DEVICE = "the model runs on one device"
 BYTES = "history would be stored in other bytes than the trainer's"
 REFUSALS = (
-    Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
+    Refusal("device", ("cuda", "cpu"), "the aligned programs are those of CUDA and, for tests, the CPU"),
     *(Refusal(name, (1,), ONE_DEVICE) for name in ("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size")),
     Refusal("enable_dp_attention", (False,), ONE_DEVICE),
     Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),
@@ -59,7 +59,9 @@ REFUSALS = (
     Refusal("enable_pdmux", (False,), "prefill and decode on shared multiprocessors are untested"),
     Refusal("enable_torch_compile", (False,), "a compiler may fuse and reorder the plugin's arithmetic"),
     Refusal("enable_tf32_matmul", (False,), "it changes arithmetic of the whole process"),
-    Refusal("enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
+    Refusal(
+        "enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"
+    ),
     Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
     Refusal("offload_group_size", (-1,), "weights must stay where CUDA graphs read them"),
@@ -96,7 +98,9 @@ def around_post_init(original: Callable[[Any], None], args: Any) -> None:
 def _refuse_half(args: Any) -> None:
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name, None) in PROGRAMS:
-            raise ValueError(f"prefill and decode share one backend: give --attention-backend {getattr(args, name)}, not --{name}")
+            raise ValueError(
+                f"prefill and decode share one backend: give --attention-backend {getattr(args, name)}, not --{name}"
+            )
 
 
 def page_size(head_dim: int) -> int:
@@ -109,6 +113,9 @@ def page_size(head_dim: int) -> int:
 
 def imply(args: Any, fields: dict[str, Any]) -> None:
     """Fills what the one option implies; a contradicting value is refused. `fields` are config.json's."""
+    kind = fields.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"--attention-backend {args.attention_backend} serves {', '.join(FAMILIES)}, not model_type {kind!r}")
     serving = model_class(fields, "serving")
     config = serving.config_class.from_hf(fields)
     backend = args.attention_backend
@@ -121,7 +128,9 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
         if getattr(args, name) not in (None, backend):
             raise ValueError(f"--attention-backend {backend} runs prefill and decode, not --{name} {getattr(args, name)}")
     if args.context_length is not None and args.context_length > config.positions:
-        raise ValueError(f"--context-length {args.context_length} is longer than the model's position table of {config.positions}")
+        raise ValueError(
+            f"--context-length {args.context_length} is longer than the model's position table of {config.positions}"
+        )
 
 
 def _imply(args: Any, field: str, value: Any, backend: str) -> None:
@@ -133,7 +142,7 @@ def _imply(args: Any, field: str, value: Any, backend: str) -> None:
 
 
 def check(args: Any) -> None:
-    """ValueError, one sentence, for a resolved option that can't be served; `zoo_unaligned` only warns where bytes are all that suffers."""
+    """ValueError, one sentence, for a resolved option that isn't served; `zoo_unaligned` only warns where bytes alone suffer."""
     backend = args.attention_backend
     for refusal in REFUSALS:
         if not hasattr(args, refusal.field):
@@ -153,4 +162,3 @@ def check(args: Any) -> None:
             raise ValueError(f"--attention-backend {backend} captures decode whole or not at all, not {graphs.decode.backend!s}")
     if args.sampling_backend != SAMPLER:
         raise ValueError(f"another option changed --sampling-backend to {args.sampling_backend}, it must be {SAMPLER}")
-

@@ -23,8 +23,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # fields of the request itself that the plugin does not serve
 UNSERVED = (
-    "lora_path", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "image_data", "video_data", "audio_data",
-    "input_embeds", "session_params", "positional_embed_overrides",
+    "lora_path", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "image_data", "video_data",
+    "audio_data", "input_embeds", "session_params", "positional_embed_overrides",
 )  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def seed_of(request_id: str) -> int:
 def sampling_params(given: Any, request_id: str) -> SamplingParams:
     """The zoo's parameters from SGLang's: a dict as a client sends it, or its SamplingParams object.
 
-    SGLang writes greedy as temperature 1 with top_k 1, so both spellings are greedy: scored at temperature 1, unfiltered. ValueError,
-    naming the field, for what the trainer could not replay.
+    SGLang writes greedy as temperature 1 with top_k 1, so both spellings are greedy: scored at temperature 1, unfiltered.
+    ValueError, naming the field, for what the trainer could not replay.
     """
 
     def field(name: str, default: Any) -> Any:
@@ -63,7 +63,7 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
 
 
 def check_request(request: Any) -> None:
-    """ValueError, one sentence, for a generate request (SGLang's GenerateReqInput, one of its items) that is not served exactly."""
+    """ValueError, one sentence, for a request (one item of SGLang's GenerateReqInput) that is not served exactly."""
     for name in UNSERVED:
         value = getattr(request, name, None)
         if value is not None and value is not False and value != []:

@@ -238,20 +238,21 @@ class Ladder:
         def decode(tap: Tap) -> Iterator[Seen]:
             return ways.decode(subject, tap, documents, tail=settings.tail)
 
-        plans: list[tuple[str, Way]] = [(f"training against prefill (pages of {own})", prefill(None, False, 1))]
+        plans: list[tuple[str, Way]] = [(f"training against prefill, pages of {own}", prefill(None, False, 1))]
         for i, page_size in enumerate((own, *settings.page_sizes)):
-            what = f"prefill in odd chunks (shuffled pages of {page_size}, dead pages NaN)"
+            what = f"prefill in odd chunks, shuffled pages of {page_size}, NaN in dead pages"
             plans.append((what, prefill(page_size, True, 2 + i)))
         last = "every token" if settings.tail is None else f"the last {settings.tail} tokens"
         plans.append((f"eager decode of {last}", decode))
         for what, way in plans:
             self._compare(rung, prefix + what, reference, empty, way, subject.server)
+        if subject.device.type != "cuda":
+            batches = ", ".join(map(str, settings.graph_batches))
+            self.not_run(rung, f"decode by CUDA graph at batch {batches}", "CUDA graphs need a GPU")
+            return
         for batch in settings.graph_batches:
-            what = f"decode by CUDA graph at batch {batch}"
-            if subject.device.type != "cuda":
-                self.not_run(rung, what, "CUDA graphs need a GPU")
-                continue
-            self._compare(rung, prefix + what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
+            what = f"{prefix}decode by CUDA graph at batch {batch}"
+            self._compare(rung, what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
 
     def _graph(self, batch: int, steps: int) -> Way:
         return lambda tap: ways.graph(self.subject, tap, self.documents, batch=batch, steps=steps)
@@ -297,7 +298,7 @@ class Ladder:
         cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
         for step in range(settings.steps):
             name, optimizer = optimizers[step % 2]
-            prefix = f"after step {step + 1} ({name}): "
+            prefix = f"step {step + 1}, {name}: "
             self.say(f"{prefix}backward, update, push")
             before = trainer.weights_version
             loss = trainer(ids, cu_seqlens=cu_seqlens, labels=ids).loss

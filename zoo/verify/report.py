@@ -57,7 +57,8 @@ def page(result: Result, places: list[Place], layers: int, longest: int) -> str:
         f"<section><h2>Operation map</h2>{_map(places)}</section>",
         f"<section><h2>Fingerprint</h2>{_fingerprint(result.fingerprint)}</section>",
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>zoo verify {escape(result.arch)}</title>'
+    title = f"<title>zoo verify {escape(result.arch)}</title>"
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{title}'
     text = "\n".join(body)
     return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body><main>{text}</main></body></html>\n'
 
@@ -86,8 +87,9 @@ def _ladder(result: Result) -> str:
             counts = (f"{row.compared:,}", f"{row.compared_bytes:,}", f"{row.differing:,}", k3)
             numbers = "".join(f'<td class="n">{n}</td>' for n in counts)
             out.append(f"<tr><td>{escape(row.what)}</td>{numbers}<td>{verdict}</td></tr>")
-        for row in idle:
-            out.append(f'<tr class="idle"><td>{escape(row["what"])}</td><td colspan="4">{escape(row["reason"])}</td><td>not run</td></tr>')
+        for line in idle:
+            what, reason = escape(line["what"]), escape(line["reason"])
+            out.append(f'<tr class="idle"><td>{what}</td><td colspan="4">{reason}</td><td>not run</td></tr>')
     return "".join(out) + "</table>"
 
 
@@ -97,8 +99,8 @@ def _heat(result: Result, layers: int, longest: int) -> str:
     bins = -(-longest // width)
     counts: dict[tuple[str, int], int] = {}
     for (layer, position), count in result.heat.items():
-        place = (layer, min(position // width, bins - 1))
-        counts[place] = counts.get(place, 0) + count
+        cell = (layer, min(position // width, bins - 1))
+        counts[cell] = counts.get(cell, 0) + count
     most = max(counts.values(), default=0)
     step = (WIDTH - LEFT) / bins
     height = CELL_HEIGHT * len(names) + 30

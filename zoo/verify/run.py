@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +129,7 @@ def layers_of(subject: Subject) -> int:
 
 def table_of(result: Result) -> Table:
     """The ladder as people read it."""
-    table = Table(title=f"zoo verify {result.arch} on {result.device}")
+    table = Table(title=f"zoo verify {result.arch} on {result.device}", box=SIMPLE)
     table.add_column("rung", justify="right")
     table.add_column("what was compared", overflow="fold")
     for name in ("compared", "compared_bytes", "differing", "K3"):

@@ -119,7 +119,8 @@ def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, KeyValues | Rows | RowSampling):
-        inner = ", ".join(f"{f.name}={_code(getattr(value, f.name), f'{name}.{f.name}', stored)}" for f in fields(value) if f.compare)
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
+        inner = ", ".join(f"{part}={_code(item, f'{name}.{part}', stored)}" for part, item in parts.items())
         return f"{type(value).__name__}({inner})"
     assert value is None or isinstance(value, bool | int | float | str | tuple), f"{name} is a {type(value).__name__}"
     return repr(value)

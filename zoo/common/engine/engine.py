@@ -326,7 +326,13 @@ class Engine:
         return [(name, source.tensors[name].read()) for name in match.places]
 
     def _fitting_pages(self, page_size: int | None, max_batch: int) -> int:
+        room = CPU_BYTES
+        if self.device.type == "cuda":
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            room = int((torch.cuda.mem_get_info(self.device)[0] + cached) * GPU_SHARE)
         probe = self.model.new_memory(2, page_size)
-        room = torch.cuda.mem_get_info(self.device)[0] * GPU_SHARE if self.device.type == "cuda" else CPU_BYTES
         useful = max_batch * probe.pages_for(self.model.config.positions) + 1
-        return max(2, min(useful, int(room // (probe.nbytes // probe.pages))))
+        two = probe.nbytes
+        del probe
+        page = self.model.new_memory(3, page_size).nbytes - two
+        return max(2, min(useful, (room - (two - 2 * page)) // page))  # what two pages do not explain is slots

@@ -133,7 +133,8 @@ class Scheduler:
             request.pages[filled - 1] = node.page
             request.nodes.append(node)
             if self.memory.slots and filled * size == request.computed and node.snapshot is None:
-                node.snapshot = self.memory.snapshot(request.slot)
+                if self.memory.reusable_length(request.computed) == request.computed:
+                    node.snapshot = self.memory.snapshot(request.slot, request.computed)
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's pages; it waits, keeps its tokens, and pushes their rows again later."""
@@ -197,7 +198,8 @@ class Scheduler:
         return self.memory.reusable_length(length) == length and (not self.memory.slots or nodes[-1].snapshot is not None)
 
     def _cut(self, request: Request, count: int) -> int:
-        """A memory with slots stops at the last page boundary that `count` rows would cross: a snapshot is taken there."""
-        end = request.computed + count
-        boundary = end // self.pool.page_size * self.pool.page_size
-        return boundary - request.computed if self.memory.slots and boundary > request.computed else count
+        """A memory with slots stops at the last length that `count` rows would cross and that a snapshot may be taken at."""
+        if not self.memory.slots or not self.prefix_cache:
+            return count
+        boundary = self.memory.reusable_length(request.computed + count) // self.pool.page_size * self.pool.page_size
+        return boundary - request.computed if boundary > request.computed else count

@@ -29,7 +29,8 @@ def round_double(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, slots_slot, shared_stride, width, experts_each,
-             SLOTS: tl.constexpr, LEAVES: tl.constexpr, BLOCK_L: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             SLOTS: tl.constexpr, LEAVES: tl.constexpr, BLOCK_L: tl.constexpr, SHARED: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -1,4 +1,4 @@
-"""gated_delta: the gated delta rule by chunks of 64 absolute positions, each row replayed from cached rows and the chunk's start."""
+"""gated_delta: the gated delta rule in chunks of 64 positions, each row replayed from cached rows and the chunk's start."""
 
 from __future__ import annotations
 
@@ -20,30 +20,38 @@ def _triton_serves(key_heads: int, value_heads: int, key_dim: int, value_dim: in
 CONTRACT = Contract(
     name="gated_delta",
     version=1,
-    shapes="q_RHK, k_RHK (L2-normalised rows) and v_RVE in the program's dtype, log_decay_RV (<= 0) and beta_RV in FP32 -> o_RVE; V a "
-    "multiple of H, value head n reads key head n // (V / H). State [V, K, E] in FP32 at each document's multiples of 64 positions",
-    rounds="to the program's dtype: the state's image H that rows read; T_ij (beta_j exp(G_j)) and T_ij beta_j as operands; w; u, the "
-    "difference of two FP32 products; exp(G_i - G_j) (q_i . k_j) as an operand; exp(G_63 - G_j) k_j as an operand; the output once. FP32: "
-    "G, T, a, the state; K^-0.5 multiplies the FP32 output",
-    adds="inside a chunk. G: left fold. a_ij = (k_i . k_j) exp(G_i - G_j) beta_i; T_i = e_i - sum a_ij T_j: per element one chain of FMAs, "
-    "j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32, from zero unless said, K or j ascending in steps of "
-    "16, lanes beyond the row cut by select (reference: adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j; u_i = sum T_ij beta_j v_j "
-    "- w_i H; o_i = (exp(G_i) (q_i H) + sum exp(G_i - G_j) (q_i . k_j) u_j) K^-0.5, whose first term starts the second's accumulator; closing: one FMA exp(G_63) H + product, so the decayed "
-    "state doesn't start the accumulator",
+    shapes="q_RHK, k_RHK (L2-normalised rows), v_RVE in the program's dtype, log_decay_RV (<= 0), beta_RV in FP32 -> o_RVE; "
+    "V a multiple of H, value head n reads key head n // (V / H). States [V, K, E] in FP32 at each document's "
+    "multiples of 64 positions",
+    rounds="to the program's dtype: the state's image H that rows read; the operands T_ij (beta_j exp(G_j)) and T_ij beta_j;"
+    " w; u, the difference of two FP32 products; the operands exp(G_i - G_j) (q_i . k_j) and exp(G_63 - G_j) k_j; the"
+    " output, once, after K^-0.5 in FP32. G, a, T and the state stay FP32",
+    adds="inside a chunk. G: left fold. a_ij = (k_i . k_j) exp(G_i - G_j) beta_i. T_i = e_i - sum a_ij T_j: one chain of "
+    "FMAs per element, j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32,"
+    " K or j ascending in steps of 16, from zero unless said, lanes beyond the row cut by select (reference: "
+    "adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j. u_i = (sum T_ij beta_j v_j) - w_i H. o_i = exp(G_i) "
+    "(q_i H), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) H + sum "
+    "exp(G_63 - G_j) k_j u_j, the sum from zero, then one FMA: the decayed state starts no accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="by chunk in FP32 without the forward's roundings, states recomputed, fixed order; of an initial state too",
-    launch="whole chunks in parallel around a scan of states; decode runs one row a sequence and closes on row 63 in the same launch",
+    launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
+    "same launch",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward", defining=True
+            "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            defining=True,
         ),
         Provider(
             "triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", f"{__name__}.backward:gated_delta_backward",
             serves=_triton_serves, defining=True,
         ),
         Provider(
-            "fla", "recurrent", "cuda", f"{__name__}.rivals:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", f"{__name__}.backward:gated_delta_backward",
             needs=("fla.ops.gated_delta_rule",), defining=True,
+        ),
+        Provider(
+            "tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            serves=_triton_serves, defining=True,
         ),
     ),
 )  # fmt: skip
@@ -54,7 +62,15 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, rows: Rows, provider: Provider
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        initial: Tensor | None,
+        rows: Rows,
+        provider: Provider,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, log_decay, beta, *(() if initial is None else (initial,)))
         ctx.rows, ctx.provider = rows, provider
@@ -120,16 +136,14 @@ def gated_delta_states(
 ) -> tuple[Tensor, Tensor]:
     """The seam of context parallelism: (o_RVE, final_NVKE in FP32), differentiable in all operands and the initial state.
 
-    A rank holds rows that begin at a multiple of 64 of each document; `initial_NVKE` (FP32, None: zero) is the state there, `final_NVKE`
-    the one after the document's last whole chunk here: the next rank's initial state where this part is a multiple of 64 rows long.
+    A rank holds rows that begin at a multiple of 64 of each document. `initial_NVKE` (FP32, None: zero) is the state there,
+    `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
     """
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
     if initial_NVKE is not None and initial_NVKE.shape != states:
         raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
-    return _GatedDelta.apply(
-        q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program)
-    )
+    return _GatedDelta.apply(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:

@@ -1,7 +1,7 @@
 """The backward of gated_delta by chunk, for every device: batched products over all chunks, a scan over states each way.
 
-Nothing is saved but the inputs. Everything is FP32 (float64 for float64 operands), without the forward's roundings. With H the state
-at a chunk's start, D_ij = exp(G_i - G_j), A_ij = beta_i D_ij (k_i . k_j) below the diagonal, T = (I + A)^-1:
+Nothing is saved but the inputs. Everything is FP32 (float64 for float64 operands), without the forward's roundings. With H the
+state at a chunk's start, D_ij = exp(G_i - G_j), A_ij = beta_i D_ij (k_i . k_j) below the diagonal, T = (I + A)^-1:
 U = T R, R = beta (v - exp(G) k H); O = s (exp(G) q H + P U), P_ij = D_ij (q_i . k_j); H' = exp(G_63) H + (exp(G_63 - G) k)^T U.
 """
 
@@ -74,11 +74,16 @@ def gated_delta_backward(
     rows: Rows,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none)."""
-    exact, (key_heads, key_dim), (heads, value_dim) = torch.promote_types(q_RHK.dtype, torch.float32), q_RHK.shape[1:], v_RVE.shape[1:]
+    exact, (key_heads, key_dim), (heads, value_dim) = (
+        torch.promote_types(q_RHK.dtype, torch.float32),
+        q_RHK.shape[1:],
+        v_RVE.shape[1:],
+    )
     grid, repeat = ChunkGrid.of(rows), heads // key_heads
     states = (rows.starts_N1.shape[0] - 1, heads, key_dim, value_dim)
     initial, grad_final = (
-        torch.zeros(states, dtype=exact, device=q_RHK.device) if t is None else t.to(exact) for t in (initial_NVKE, grad_final_NVKE)
+        torch.zeros(states, dtype=exact, device=q_RHK.device) if t is None else t.to(exact)
+        for t in (initial_NVKE, grad_final_NVKE)
     )
     block = max(1, BUDGET // (grid.row_CJ.numel() * max(key_dim, value_dim) * repeat))
     parts = []
@@ -118,9 +123,7 @@ def _heads(
 
     grad = grad * q.shape[-1] ** -0.5
     p = q @ k.mT * fade
-    grad_u, grad_next, grad_initial = _state_gradients(
-        grid, w, leave, closing, p.mT @ grad, (rise * q).mT @ grad, grad_final
-    )
+    grad_u, grad_next, grad_initial = _state_gradients(grid, w, leave, closing, p.mT @ grad, (rise * q).mT @ grad, grad_final)
     grad_r = torch.linalg.solve_triangular(a.mT, grad_u, upper=True, unitriangular=True)
     grad_a = -(grad_r @ u.mT).tril(-1)
     grad_p = (grad @ u.mT).tril()
@@ -139,9 +142,7 @@ def _heads(
     return grad_q, grad_k, beta_1 * grad_r, grad_g, grad_beta, grad_initial
 
 
-def _states(
-    grid: ChunkGrid, w: Tensor, own: Tensor, leave: Tensor, closing: Tensor, initial: Tensor
-) -> tuple[Tensor, Tensor]:
+def _states(grid: ChunkGrid, w: Tensor, own: Tensor, leave: Tensor, closing: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
     """Each chunk's start [C, V, K, E] and u [C, V, 64, E]."""
     start = initial.new_zeros(w.shape[0], *initial.shape[1:])
     u, state = torch.zeros_like(own), initial
@@ -157,7 +158,7 @@ def _states(
 def _state_gradients(
     grid: ChunkGrid, w: Tensor, leave: Tensor, closing: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of u, of the state after each chunk, and of the initial state. An unfinished chunk hands its state on as it is."""
+    """Gradients of u, of the state after each chunk, of the initial state. An unfinished chunk hands its state on as it is."""
     grad_next, grad_u = torch.zeros_like(own_start), torch.zeros_like(own_u)
     state = grad_final
     for step in reversed(range(grid.steps)):

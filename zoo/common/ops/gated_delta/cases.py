@@ -68,7 +68,9 @@ def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
     slots = 1 + count + place.spare
     memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, v.device)
     free = list(range(1, slots))
-    owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[:count]
+    owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[
+        :count
+    ]
     for pool in memory.pools.values():
         pool.fill_(place.fill)
     memory.clear(owned)
@@ -79,7 +81,7 @@ def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
 
 
 def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = False) -> dict[str, Any]:
-    """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (after every step too, if asked)."""
+    """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (`seen`: after every step)."""
     memory, owned = slots_for(args, place)
     starts, device = starts_of(args["lengths"]), args["q_RHK"].device
     out, pushed, seen = torch.full_like(args["v_RVE"], torch.nan), [0] * len(owned), {}
@@ -115,7 +117,10 @@ class Documents:
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
         rows = self.outputs(args, kept).to(args["q_RHK"].device)
-        return {**args, **{n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in OPERANDS}}
+        return {
+            **args,
+            **{n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in OPERANDS},
+        }
 
 
 def _row(t: Trial) -> None:
@@ -137,7 +142,9 @@ def _split(t: Trial) -> None:
     for name in ("at random", "in pieces of 7", "in pieces of 65"):
         if name in plans:
             seen = push(t, t.args, plans[name], SlotPlace(), every_step=True)["seen"]
-            assert_same_bytes(list(seen.values()), [stepped[at] for at in seen], f"split law: caches, {name} against a row at a time")
+            assert_same_bytes(
+                list(seen.values()), [stepped[at] for at in seen], f"split law: caches, {name} against a row at a time"
+            )
 
 
 def _place(t: Trial) -> None:
@@ -171,7 +178,7 @@ def _case(
     laws: tuple[str, ...] = ("row", "split", "place", "shard", "repeat"),
     device_sized: bool = False,
 ) -> Case:
-    """`decay` scales -log_decay; 0: mixed heads, some that keep everything and some that forget at once, beta near 0 and near 1."""
+    """`decay` scales -log_decay; 0: heads that keep everything, heads that forget at once, beta near 0 and near 1."""
 
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw, rows = Draw(seed, device, dtype), sum(lengths)
@@ -198,12 +205,12 @@ def _case(
 
 
 def cases(program: Program) -> list[Case]:
-    rough = [law for law in ("row", "place", "repeat")]
+    rough = ("row", "place", "repeat")
     return [
         _case("one row", [1], 1, 1, 16, 16),
         _case("two chunks", [130, 3], 1, 2, 16, 16),
         _case("extreme gates", [66, 1, 64], 2, 6, 16, 32, decay=0, laws=("row", "split", "place", "shard", "repeat")),
-        _case("edges", EDGES, 1, 1, 32, 16, laws=tuple(rough)),
+        _case("edges", EDGES, 1, 1, 32, 16, laws=rough),
         _case("heads of 128", [65, 2], 1, 2, 128, 128, decay=0.05, laws=("row", "place", "shard", "repeat")),
         _case("qwen3.5-35b-a3b, edges", [*EDGES, 593, 1000], 16, 32, 128, 128, 0.05, ("row", "place", "shard", "repeat"), True),
         _case("qwen3.5-35b-a3b, a row at a time", [200, 129], 16, 32, 128, 128, 0, ("split",), True),

@@ -1,7 +1,7 @@
 """gated_delta on CUDA: whole chunks in parallel around a scan of states, or one row a sequence replayed from its slot.
 
-Every product of a row is one `tl.dot` over all of K or all 64 lanes, of 64 rows in chunks and of 16 equal rows in a step: the same
-steps in the same order. Chunks are laid out by `_plan`: C, a bound from shapes alone, so nothing waits for the host.
+Every product of a row is one `tl.dot` over all of K or all 64 lanes, of 64 rows in chunks and of 16 equal rows in a step: the
+same steps in the same order. `_plan` lays out C chunks, a bound from shapes alone, so that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLD_HEADS = 32
 
 @triton.jit
 def _plan(starts_ptr, lengths_ptr, chunk_ptr, sequence_ptr, sequences, BLOCK: tl.constexpr):
-    """Per chunk: row of its lane 0, lanes that memory holds, lanes in use (0: a spare chunk), sequence. Per sequence: first chunk, count."""
+    """Of a chunk: row of lane 0, lanes that memory holds, lanes in use (0: spare), sequence. Of a sequence: first, count."""
     c = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     begin = tl.load(starts_ptr + n, mask=n < sequences, other=0)
@@ -49,9 +49,9 @@ def _chunk(chunk_ptr, c):
 
 
 @triton.jit
-def _rows(x_ptr, cache_ptr, row, stride, low, high, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr):
-    """[64, BLOCK] of a head: lanes below `low` from the cache [64, WIDTH], lanes below `high` from the batch, zeros after them."""
-    lane, column = tl.arange(0, J)[:, None], tl.arange(0, BLOCK)[None, :]
+def _rows(x_ptr, cache_ptr, row, stride, low, high, WIDTH: tl.constexpr, CACHED: tl.constexpr):
+    """[64, WIDTH] of a head: lanes below `low` from the cache, lanes below `high` from the batch, zeros after them."""
+    lane, column = tl.arange(0, J)[:, None], tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + (row + lane) * stride + column, mask=(lane >= low) & (lane < high), other=0.0)
     if CACHED:
         x = tl.where(lane < low, tl.load(cache_ptr + lane * WIDTH + column, mask=lane < low, other=0.0), x)
@@ -99,7 +99,7 @@ def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inv
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     held = slot * heads + head
     held_key = slot * (heads // REPEAT) + head // REPEAT
-    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, K, CACHED)
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, CACHED)
     beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=(lane >= low) & (lane < high), other=0.0)
     if CACHED:
         beta = tl.where(lane < low, tl.load(beta_cache_ptr + held * J + lane, mask=lane < low, other=0.0), beta)
@@ -114,7 +114,7 @@ def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inv
     tl.store(w_ptr + at * J * K + lane[:, None] * K + key, w.to(k.dtype))
     leave = k.to(tl.float32) * tl.exp(tl.load(decay_ptr + at * J + J - 1) - decay)[:, None]
     tl.store(leave_ptr + at * J * K + lane[:, None] * K + key, leave.to(k.dtype))
-    v = _rows(v_ptr + head * E, v_cache_ptr + held * J * E, row, v_stride, low, high, E, E, CACHED)
+    v = _rows(v_ptr + head * E, v_cache_ptr + held * J * E, row, v_stride, low, high, E, CACHED)
     own = tl.dot((inverse * beta[None, :]).to(k.dtype), v, input_precision="ieee")
     tl.store(own_ptr + at * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], own)
 
@@ -153,7 +153,8 @@ def _scan(w_ptr, own_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial
         u = (own - tl.dot(w, image, input_precision="ieee")).to(image.dtype)
         tl.store(u_ptr + at * J * E + lane[:, None] * E + column[None, :], u)
         if CACHED:
-            tl.store(u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :], u, mask=(lane < high)[:, None] & (high < J))
+            open_lane = (lane < high) & (high < J)
+            tl.store(u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :], u, mask=open_lane[:, None])
         leave = tl.load(leave_ptr + at * J * K + lane[:, None] * K + key[None, :])
         added = tl.dot(tl.trans(leave), u, input_precision="ieee")
         closing = tl.exp(tl.load(decay_ptr + at * J + J - 1)) + tl.zeros((K, BLOCK), dtype=tl.float32)
@@ -164,8 +165,9 @@ def _scan(w_ptr, own_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial
 
 
 @triton.jit
-def _outputs(q_ptr, k_ptr, k_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, u_ptr, image_ptr, out_ptr, q_stride, k_stride, heads, scale,
-             REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+def _outputs(q_ptr, k_ptr, k_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, u_ptr, image_ptr, out_ptr, q_stride, k_stride, heads,
+             scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+             CACHED: tl.constexpr):  # fmt: skip
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, low, high, n = _chunk(chunk_ptr, c)
     if high == 0:
@@ -173,8 +175,8 @@ def _outputs(q_ptr, k_ptr, k_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, u_ptr, i
     lane, key, column, at = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), c * heads + head
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     held_key = slot * (heads // REPEAT) + head // REPEAT
-    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, K, False)
-    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, K, CACHED)
+    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, False)
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, CACHED)
     decay = tl.load(decay_ptr + at * J + lane)
     p = (tl.dot(q, tl.trans(k), input_precision="ieee") * _fade(decay)).to(q.dtype)
     p = tl.where(lane[None, :] <= lane[:, None], p, 0.0)
@@ -200,9 +202,9 @@ def _keep(k_ptr, v_ptr, beta_ptr, decay_ptr, chunk_ptr, sequence_ptr, slot_ptr, 
     fresh = (lane >= low) & (lane < high)
     if head % REPEAT == 0:
         held_key = slot * (heads // REPEAT) + head // REPEAT
-        k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, K, False)
+        k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, False)
         tl.store(k_cache_ptr + held_key * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], k, mask=fresh[:, None])
-    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, E, False)
+    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, False)
     tl.store(v_cache_ptr + held * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], v, mask=fresh[:, None])
     tl.store(beta_cache_ptr + held * J + lane, tl.load(beta_ptr + (row + lane) * heads + head, mask=fresh, other=0.0), mask=fresh)
     tl.store(decay_cache_ptr + held * J + lane, tl.load(decay_ptr + at * J + lane), mask=fresh)
@@ -222,9 +224,10 @@ def _one_row(x):
 
 @triton.jit
 def _step(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, positions_ptr, slot_ptr, start_ptr, image_ptr, k_cache_ptr, v_cache_ptr,
-          u_cache_ptr, beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, scratch_ptr, out_ptr, q_stride, k_stride, v_stride, heads,
-          scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr):  # fmt: skip
-    """One row of a sequence and head for BLOCK columns; row 63 closes the chunk. It reads lanes before its own and writes its own."""
+          u_cache_ptr, beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, scratch_ptr, out_ptr, q_stride, k_stride, v_stride,
+          heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+          NARROW: tl.constexpr):  # fmt: skip
+    """One row of a sequence and head for BLOCK columns: reads lanes before its own, writes its own; row 63 closes the chunk."""
     n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i, slot = (tl.load(positions_ptr + n) % J).to(tl.int32), tl.load(slot_ptr + n)
     lane, key, column = tl.arange(0, J), tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
@@ -322,7 +325,15 @@ def _heads_contiguous(x_RHK: Tensor) -> Tensor:
 
 
 def _by_chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, final: Tensor, state: DeltaState | None, rows: Rows
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    final: Tensor,
+    state: DeltaState | None,
+    rows: Rows,
 ) -> Tensor:
     q, k, v = (_heads_contiguous(t) for t in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
@@ -340,19 +351,21 @@ def _by_chunks(
         slot = k_cache = v_cache = u_cache = beta_cache = decay_cache = inverse_cache = final_image = chunk  # never read
     else:
         slot, k_cache, v_cache, u_cache = state.slot_N, state.k_SHJK, state.v_SVJE, state.u_SVJE
-        beta_cache, decay_cache, inverse_cache, final_image = state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, state.image_SVKE
+        beta_cache, decay_cache, inverse_cache = state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ
+        final_image = state.image_SVKE
     sizes = {"REPEAT": repeat, "K": key_dim, "E": value_dim}
     _fold[(chunks, triton.cdiv(heads, FOLD_HEADS))](
         log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=4, **EXACT
     )
     _local[(chunks, heads)](
-        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, w, own, leave, k.stride(0), v.stride(0), heads,
-        **sizes, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
+        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, w, own, leave, k.stride(0), v.stride(0),
+        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
     narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
     _scan[(sequences, heads, value_dim // narrow)](
-        w, own, leave, decay, chunk, sequence, chunk if initial is None else initial, slot, u, image, final, final_image, u_cache, heads,
-        K=key_dim, E=value_dim, BLOCK=narrow, CACHED=cached, INITIAL=initial is not None, num_warps=4, num_stages=2, **EXACT,
+        w, own, leave, decay, chunk, sequence, chunk if initial is None else initial, slot, u, image, final, final_image, u_cache,
+        heads, K=key_dim, E=value_dim, BLOCK=narrow, CACHED=cached, INITIAL=initial is not None,
+        num_warps=4, num_stages=2, **EXACT,
     )  # fmt: skip
     wide = min(value_dim, 64)
     _outputs[(chunks, heads, value_dim // wide)](
@@ -367,18 +380,17 @@ def _by_chunks(
     return out
 
 
-def _by_steps(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows
-) -> Tensor:
+def _by_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     q, k, v = (_heads_contiguous(t) for t in (q, k, v))
     (count, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
-    block = min(value_dim, 32 if count * heads <= 64 else 64 if count * heads <= 256 else 128)
+    wanted, warps = (32, 4) if count * heads <= 64 else (64, 4) if count * heads <= 256 else (128, 8)
+    block = min(value_dim, wanted)
     scratch = torch.empty(count, heads, value_dim // block, CHUNK, dtype=torch.float32, device=q.device)
     out = v.new_empty(v.shape)
     _step[(count, heads, value_dim // block)](
         q, k, v, log_decay.contiguous(), beta.contiguous(), rows.positions_R, state.slot_N, state.start_SVKE, state.image_SVKE,
         state.k_SHJK, state.v_SVJE, state.u_SVJE, state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, scratch, out,
-        q.stride(0), k.stride(0), v.stride(0), heads, key_dim**-0.5, REPEAT=heads // key_heads, K=key_dim, E=value_dim, BLOCK=block,
-        NARROW=min(block, CLOSE_COLUMNS), num_warps=4, num_stages=1, **EXACT,
+        q.stride(0), k.stride(0), v.stride(0), heads, key_dim**-0.5, REPEAT=heads // key_heads, K=key_dim, E=value_dim,
+        BLOCK=block, NARROW=min(block, CLOSE_COLUMNS), num_warps=warps, num_stages=1, **EXACT,
     )  # fmt: skip
     return out

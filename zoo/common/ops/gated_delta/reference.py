@@ -59,7 +59,9 @@ def gated_delta(
     starts, out = rows.starts_N1.tolist(), v_RVE.new_empty(v_RVE.shape)
     exact = torch.promote_types(q_RHK.dtype, torch.float32)
     shape = (len(starts) - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    final = torch.zeros(shape, dtype=exact, device=q_RHK.device) if initial_NVKE is None else initial_NVKE.detach().to(exact).clone()
+    final = (
+        torch.zeros(shape, dtype=exact, device=q_RHK.device) if initial_NVKE is None else initial_NVKE.detach().to(exact).clone()
+    )
     for n, (begin, end) in enumerate(zip(starts, starts[1:])):
         mine = slice(begin, end)
         chunk = LiveChunk.fresh(k_RHK, v_RVE, final[n])

@@ -71,10 +71,8 @@ def merge_groups(peak_RG: Tensor, mass_RG: Tensor, mean_RG: Tensor) -> tuple[Ten
     lse = peak_RG.new_empty(rows)
     expected = torch.empty_like(lse)
     if rows:
-        block = padded_width(groups)
-        _merge_groups[(rows,)](
-            peak_RG.contiguous(), mass_RG.contiguous(), mean_RG.contiguous(), lse, expected, groups, BLOCK=block, num_warps=4, **EXACT
-        )
+        stats = (t.contiguous() for t in (peak_RG, mass_RG, mean_RG))
+        _merge_groups[(rows,)](*stats, lse, expected, groups, BLOCK=padded_width(groups), num_warps=4, **EXACT)
     return lse, expected
 
 
@@ -112,7 +110,8 @@ def logit_grad(
         logits = logits_RC if logits_RC.stride(1) == 1 else logits_RC.contiguous()
         temperature = lse_R if inverse_temperature_R is None else inverse_temperature_R
         per_row = (t.contiguous() for t in (lse_R, mean_R, local_R, grad_R, grad_lse_R, grad_entropy_R, temperature))
+        scaled = inverse_temperature_R is not None
         _logit_grad[(rows, triton.cdiv(width, BLOCK))](
-            logits, *per_row, out, logits.stride(0), width, SCALED=inverse_temperature_R is not None, BLOCK=BLOCK, num_warps=4, **EXACT
+            logits, *per_row, out, logits.stride(0), width, SCALED=scaled, BLOCK=BLOCK, num_warps=4, **EXACT
         )
     return out

@@ -38,7 +38,8 @@ def _start(row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x_outer, x_inner, residual_outer, residual_inner,
-          inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+          inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+          ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
@@ -124,17 +125,18 @@ def rms_norm_split(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     parts = padded_width(width) // chunk
     grid = (x_RD.shape[0], parts)
     sums = torch.empty(grid, dtype=torch.float32, device=x.device)
-    shape = {"WIDTH": width, "CHUNK": chunk, "PARTS": parts}
+    common = {"WIDTH": width, "CHUNK": chunk, "PARTS": parts, "num_warps": 4, **EXACT}
     added = residual is not None
-    _chunk_squares[grid](x_RD, residual_RD, total, sums, x_RD.stride(0), residual_RD.stride(0), ADD=added, num_warps=4, **shape, **EXACT)
+    _chunk_squares[grid](x_RD, residual_RD, total, sums, x_RD.stride(0), residual_RD.stride(0), ADD=added, **common)
     source, stride = (total, width) if added else (x_RD, x_RD.stride(0))
-    _chunk_apply[grid](source, weight, sums, normed, stride, 1.0 / width, eps, OFFSET=offset, num_warps=4, **shape, **EXACT)
+    _chunk_apply[grid](source, weight, sums, normed, stride, 1.0 / width, eps, OFFSET=offset, **common)
     return normed, total
 
 
 @triton.jit
 def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scale_ptr, rows, inner, total_outer, total_inner,
-               inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+               inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+          ADD: tl.constexpr):  # fmt: skip
     """grad_x of a tile of rows; each row's scale is kept for the weight's gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -20,7 +20,7 @@ def _route(logits_ptr, weights_ptr, experts_ptr, row_stride, EXPERTS: tl.constex
     logit = tl.load(logits_ptr + row * row_stride + expert, mask=live, other=-float("inf"))
     exponential = tl.where(live, tl.exp(logit - tl.max(logit, axis=0)), 0.0)
     mass = pair_tree(exponential, BLOCK)
-    # one integer orders by (logit, lower id): the float's bits made monotonic (-0 as +0, NaN above all), then the id from the far end
+    # one integer orders by (logit, lower id): the float's bits made monotonic (-0 as +0, NaN first), then the id from the far end
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     key = tl.where(logit != logit, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(tl.int64)
     least: tl.constexpr = -0x4000000000000000

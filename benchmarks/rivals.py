@@ -1,0 +1,164 @@
+"""What our ops are measured against: the ordinary way to compute the same thing, its order of additions nobody's promise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    wide = total.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype), total
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    total = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0) + tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + column, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(total_ptr + row * WIDTH + column, total, mask=mask)
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One program a row, the compiler's own sum."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(x.shape[0],)](x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    return out, total
+
+
+def norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = q_weight.shape[0]
+    q, k, v = qkv.unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], 1)
+    turn = table[positions][:, None]
+    return _turned(_normed(q, q_weight, eps), turn), _turned(_normed(k, k_weight, eps), turn), v
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    cos, sin = turn[..., 0], turn[..., 1]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    return _turned(x, table[positions][:, None])
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    weights, experts = torch.topk(torch.softmax(logits, -1), top_k, -1)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def combine(slots: Tensor, weights: Tensor) -> Tensor:
+    return (slots * weights[..., None]).sum(1).to(slots.dtype)
+
+
+def log_prob(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Logits a thousand rows at a time, then one log-sum-exp."""
+    return torch.cat([_scored(h, weight, t) for h, t in zip(hidden.split(1024), targets.split(1024))])
+
+
+def _scored(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
+
+
+def log_prob_compiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The product by cuBLAS, the cross entropy in one compiled pass."""
+    parts = zip(hidden.split(1024), targets.split(1024))
+    return torch.cat([compiled(_cross_entropy)(h @ weight.T, t) for h, t in parts])
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return -F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def multinomial(logits: Tensor) -> Tensor:
+    return torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]
+
+
+def gumbel(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    token = (torch.softmax(logits, -1) / noise.exponential_()).argmax(-1)
+    return token, logits.gather(1, token[:, None])[:, 0] - torch.logsumexp(logits, 1)
+
+
+@triton.jit
+def _recurrent_step(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, scale, REPEAT: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i, e = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    value = row * VALUES + head
+    key = row * (VALUES // REPEAT) + head // REPEAT
+    at = state_ptr + (value * K + i[:, None]) * E + e[None, :]
+    k = tl.load(k_ptr + key * K + i).to(tl.float32)
+    state = tl.load(at) * tl.exp(tl.load(decay_ptr + value))
+    u = (tl.load(v_ptr + value * E + e).to(tl.float32) - tl.sum(k[:, None] * state, axis=0)) * tl.load(beta_ptr + value)
+    state += k[:, None] * u[None, :]
+    tl.store(at, state)
+    q = tl.load(q_ptr + key * K + i).to(tl.float32)
+    tl.store(out_ptr + value * E + e, (tl.sum(q[:, None] * state, axis=0) * scale).to(out_ptr.dtype.element_ty))
+
+
+def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One ordinary step of the gated delta rule: the state is read, corrected and written in place. state FP32 [N, V, K, E]."""
+    rows, values, width = v.shape
+    out, block = torch.empty_like(v), min(32, width)
+    _recurrent_step[(rows, values, width // block)](
+        q.contiguous(), k.contiguous(), v.contiguous(), log_decay, beta, state, out, k.shape[2] ** -0.5,
+        REPEAT=values // k.shape[1], VALUES=values, K=k.shape[2], E=width, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def fla_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """flash-linear-attention's fused decode step. ImportError where it is not installed."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    return fused_recurrent_gated_delta_rule(
+        q[:, None], k[:, None], v[:, None], g=log_decay[:, None], beta=beta[:, None], initial_state=state, output_final_state=True
+    )[0][:, 0]
+
+
+def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """flash-linear-attention's chunked prefill of one document; q and k with as many heads as v."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(q[None], k[None], v[None], g=log_decay[None], beta=beta[None], output_final_state=True)[0][0]

@@ -1,0 +1,194 @@
+"""ForRL under the ecosystem's own training: TRL's SFTTrainer, accelerate, FSDP2. None of them moves a byte."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from weights_tools.make_tiny import make_tiny
+from zoo.common.rows import Rows
+from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
+from zoo.testing import LawBroken, assert_same_bytes
+
+STEPS = 3
+IDS = torch.randint(512, (40,), generator=torch.Generator().manual_seed(5))
+STARTS = torch.tensor([0, 11, 40])
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "examples" / "sft_trl.py"
+    spec = importlib.util.spec_from_file_location("sft_trl", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    made = {arch: make_tiny(arch, folder / arch, layers=2) for arch in ("qwen3", "qwen3_moe")}
+    return lambda arch: made[arch]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No telemetry, and no warnings about settings that TRL itself chose."""
+    monkeypatch.setenv("CI", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def load(path: Path) -> Qwen3ForRL:
+    return Qwen3ForRL.from_pretrained(path, device="cpu")
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class TestSFTTrainer:
+    def trained(self, example: ModuleType, path: Path, work: Path, texts: list[str] | None = None, **settings: Any) -> Any:
+        model = load(path)
+        trainer = example.trainer_of(
+            model, path, texts or example.SENTENCES, work, disable_tqdm=True, max_steps=STEPS, **settings
+        )
+        trainer.train()
+        return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+    def test_trains_saves_and_scores_the_same_bytes_again(
+        self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path, arch: str
+    ) -> None:
+        before = load(checkpoints(arch)).score(IDS, STARTS)
+        model, losses = self.trained(example, checkpoints(arch), tmp_path / "trl")
+        assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0]
+        model.save_pretrained(tmp_path / "out")
+        scored = model.score(IDS, STARTS)
+        assert_same_bytes(load(tmp_path / "out").score(IDS, STARTS), scored)
+        assert_same_bytes(served(tmp_path / "out"), scored)
+        with pytest.raises(LawBroken):  # the control: it did learn
+            assert_same_bytes(before, scored)
+
+    def test_checkpointing_and_padding_do_not_matter(
+        self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        """Weights after three steps: recomputed or not, padded or packed without padding."""
+        ways: dict[str, dict[str, Any]] = {
+            "plain": {"activation_checkpointing": False},
+            "checkpointed": {"activation_checkpointing": True},
+            "padding-free": {"activation_checkpointing": True, "padding_free": True, "max_length": None},
+        }
+        done = {name: self.trained(example, checkpoints("qwen3"), tmp_path / name, **way) for name, way in ways.items()}
+        for name, (model, losses) in done.items():
+            assert_same_bytes(weights(model), weights(done["plain"][0]), name)
+            assert losses == done["plain"][1]
+        other, _ = self.trained(example, checkpoints("qwen3"), tmp_path / "control", learning_rate=1.1e-3)
+        with pytest.raises(LawBroken):
+            assert_same_bytes(weights(other), weights(done["plain"][0]))
+
+    def test_its_loss_is_the_mean_of_minus_score(
+        self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        model = load(checkpoints("qwen3"))
+        trainer = example.trainer_of(model, checkpoints("qwen3"), example.SENTENCES, tmp_path, max_steps=1)
+        batch = next(iter(trainer.get_train_dataloader()))
+        loss = trainer.compute_loss(trainer.model, batch)
+        keep = batch["attention_mask"].bool()
+        starts = nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
+        ids = batch["input_ids"][keep]
+        assert_same_bytes(loss, -model.score(ids, starts).sum() / (len(ids) - len(keep)))
+        with pytest.raises(LawBroken):
+            assert_same_bytes(loss, -model.score(ids, starts[[0, -1]]).sum() / (len(ids) - len(keep)))
+
+
+def served(path: Path) -> Tensor:
+    """Log-probabilities of IDS from the serving twin, 0.0 on last rows as `score` has them."""
+    server = Qwen3ForServing.from_pretrained(path, device="cpu")
+    memory = server.new_memory(8, 16)
+    table = memory.table([[1], [2, 3]], [0, 0], 2)
+    hidden = server.prefill(IDS, Rows.packed(STARTS), memory, table)
+    return server.log_prob(hidden, IDS.roll(-1)).index_fill(0, STARTS[1:] - 1, 0.0)
+
+
+class TestAccelerate:
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+    def test_a_prepared_step_is_a_plain_step(self, checkpoints: Callable[[str], Path], arch: str) -> None:
+        def step(prepare: bool, rate: float = 1e-3) -> tuple[Tensor, dict[str, Tensor]]:
+            model = load(checkpoints(arch))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+            accelerator = accelerate.Accelerator(cpu=True)
+            wrapped = model
+            if prepare:
+                wrapped, optimizer = accelerator.prepare(model, optimizer)
+            loss = wrapped(IDS, cu_seqlens=STARTS, labels=IDS).loss
+            accelerator.backward(loss) if prepare else loss.backward()
+            optimizer.step()
+            return loss, weights(accelerator.unwrap_model(wrapped))
+
+        assert_same_bytes(step(True), step(False))
+        with pytest.raises(LawBroken):
+            assert_same_bytes(step(True, 2e-3)[1], step(False)[1])
+
+    def test_checkpointing_gives_the_same_loss(self, checkpoints: Callable[[str], Path]) -> None:
+        model = accelerate.Accelerator(cpu=True).prepare(load(checkpoints("qwen3")))
+        plain = model(IDS, cu_seqlens=STARTS, labels=IDS).loss
+        model.gradient_checkpointing_enable()
+        assert_same_bytes(model(IDS, cu_seqlens=STARTS, labels=IDS).loss, plain)
+        with pytest.raises(LawBroken):
+            assert_same_bytes(model(IDS.flip(0), cu_seqlens=STARTS, labels=IDS.flip(0)).loss, plain)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TestFSDP2:
+    """One rank over gloo: the wrapping, not the traffic."""
+
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_sharded_is_whole(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool) -> None:
+        plain, model = load(checkpoints(arch)), load(checkpoints(arch))
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "score")
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for call in (
+            lambda m: m(IDS, cu_seqlens=STARTS, labels=IDS).loss,
+            lambda m: -m.score(IDS, STARTS).mean(),
+        ):
+            found, expected = call(model), call(plain)
+            assert_same_bytes(found, expected)
+            found.backward()
+            expected.backward()
+        assert_same_bytes(
+            {name: p.grad.full_tensor() for name, p in model.named_parameters()},
+            {name: p.grad for name, p in plain.named_parameters()},
+        )
+        assert_same_bytes(model(IDS, cu_seqlens=STARTS).logits, plain(IDS, cu_seqlens=STARTS).logits)
+        with torch.no_grad():
+            plain.model.layers[1].input_norm.weight[3] += 0.25
+        with pytest.raises(LawBroken):
+            assert_same_bytes(model.score(IDS, STARTS), plain.score(IDS, STARTS))

@@ -1,0 +1,150 @@
+"""The trace names the first op that differs, however a run cut its batches; the reproduction shows the same bytes again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import planted
+from zoo.common.serving import ForServing
+from zoo.verify import ways
+from zoo.verify.calls import Call
+from zoo.verify.shrink import reproduction
+from zoo.verify.subject import Subject, build
+from zoo.verify.trace import Divergence, Key, Tap, Tracer, first_divergence, row_checksums
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("training, packed", "decode")
+
+
+@pytest.fixture
+def subject() -> Subject:
+    made = build("qwen3", checkpoint=None, device="cpu")
+    made.draw((33, 1, 260))
+    return made
+
+
+def traced(subject: Subject, *, tail: int = 260) -> Divergence | None:
+    """Training's packed batch against decode row by row."""
+    documents = list(range(len(subject.documents)))
+
+    def training(tap: Tap) -> None:
+        ways.exhaust(ways.train(subject, tap, documents))
+
+    def decode(tap: Tap) -> None:
+        ways.exhaust(ways.decode(subject, tap, documents, tail=tail))
+
+    return first_divergence((subject.trainer, training), (subject.server, decode))
+
+
+def rerun(script: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+@contextmanager
+def narrow_group(server: ForServing) -> Iterator[None]:
+    planted.narrow_vocabulary_group(server)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "op", "layer"), [(narrow_group, "log_prob", "head"), (planted.four_warps, "rms_norm", "model.layers.")], ids=str
+)
+def test_planted_fault_is_named_and_reproduced(subject: Subject, tmp_path: Path, fault: object, op: str, layer: str) -> None:
+    assert callable(fault)
+    with fault(subject.server):
+        found = traced(subject)
+        assert found is not None
+        assert found.key.op == op and found.key.layer.startswith(layer) and found.elements >= 1 and found.ulp >= 1
+        script = reproduction(found, tmp_path / "found", NAMES)
+    done = rerun(script)
+    assert done.returncode == 1, done.stderr
+    assert f"{found.elements} of " in done.stdout and "inputs that differ: none" in done.stdout
+    text = script.read_text()
+    assert all(name in text for name in NAMES) and len(text.splitlines()) < 90
+    with pytest.raises(ValueError, match="already holds a reproduction"):
+        reproduction(found, tmp_path / "found", NAMES)
+
+
+def test_reproduction_of_a_cure_shows_no_difference(subject: Subject, tmp_path: Path) -> None:
+    """Control: the same two files with one program made equal to the other exit with status 0."""
+    planted.narrow_vocabulary_group(subject.server)
+    found = traced(subject)
+    assert found is not None
+    script = reproduction(found, tmp_path, NAMES)
+    script.write_text(script.read_text().replace("vocab_group=128", "vocab_group=256"))
+    assert rerun(script).returncode == 0
+
+
+def test_attention_reproduction_takes_the_row_and_its_history_along(subject: Subject, tmp_path: Path) -> None:
+    planted.stale_page(subject.server)  # type: ignore[arg-type]
+    found = traced(subject)
+    assert found is not None and found.key == Key("model.layers.1.attention", "attention", 0, "out[0]")
+    assert (found.sequence, found.position) == (2, planted.STALE[1])
+    packed, paged = (call.arguments["history"] for call in found.calls)
+    assert packed.k.shape[0] == planted.STALE[1] + 1 and paged.k.shape[0] == 1 and paged.page_table_NB.shape == (1, 1)
+    done = rerun(reproduction(found, tmp_path, NAMES))
+    assert done.returncode == 1 and f"{found.elements} of " in done.stdout
+
+
+def test_equal_runs_have_no_divergence(subject: Subject) -> None:
+    assert traced(subject, tail=9) is None
+
+
+def test_the_fault_is_named_whatever_the_cut(subject: Subject) -> None:
+    """The same fault seen through chunks and through single rows is one place."""
+    documents = list(range(len(subject.documents)))
+    planted.other_k_parts(subject.server)  # type: ignore[arg-type]
+
+    def training(tap: Tap) -> None:
+        ways.exhaust(ways.train(subject, tap, documents))
+
+    def chunks(tap: Tap) -> None:
+        ways.exhaust(ways.prefill(subject, tap, documents, page_size=16, chunked=True))
+
+    found = [traced(subject), first_divergence((subject.trainer, training), (subject.server, chunks))]
+    places = [(f.key, f.sequence, f.position, f.elements) for f in found if f is not None]
+    assert len(places) == 2 and places[0] == places[1]
+
+
+def test_hooks_are_gone_and_bytes_unchanged(subject: Subject) -> None:
+    plain = [s.log_prob_T for s in ways.train(subject, Tap(), [0])]
+    with Tracer(subject.trainer) as tracer:
+        seen = [s.log_prob_T for s in ways.train(subject, tracer, [0])]
+    assert torch.equal(plain[0], seen[0]) and len(tracer.seen) > 20
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in subject.trainer.modules())
+
+
+def test_row_checksums_see_one_bit_and_one_swap() -> None:
+    x = torch.randn(5, 3, 4).to(torch.bfloat16)
+    y = x.clone()
+    y.view(torch.int16)[2, 1, 1] ^= 1
+    z = x[:, :, [1, 0, 2, 3]]
+    assert (row_checksums(x) != row_checksums(y)).tolist() == [False, False, True, False, False]
+    assert (row_checksums(x) != row_checksums(z)).all()
+    assert torch.equal(row_checksums(x), row_checksums(x.clone()))
+
+
+def test_a_call_cut_to_one_row_gives_that_rows_bytes(subject: Subject) -> None:
+    """What the reproduction relies on: each op on one row and its history equals the row of the batch."""
+    calls: dict[str, Call] = {}
+
+    class Keep(Tracer):
+        def _observe(self, contract: object, seen: dict[str, object], result: object) -> None:
+            call = Call.of(contract, seen, result)  # type: ignore[arg-type]
+            calls.setdefault(call.name, call)
+
+    with Keep(subject.trainer) as keep:
+        ways.exhaust(ways.train(subject, keep, [0, 2]))
+    assert {"embed", "linear", "rms_norm", "add_rms_norm", "norm_rope", "attention", "swiglu", "log_prob"} <= set(calls)
+    for call in calls.values():
+        small = call.at_row(57, 293)
+        again = Call(small.contract, small.function, small.arguments, small.function(**small.arguments))
+        for (name, a), (_, b) in zip(again.outputs(), call.outputs(), strict=True):
+            assert torch.equal(a[-1], b[57]), f"{call.name} {name}"

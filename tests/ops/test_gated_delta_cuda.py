@@ -1,0 +1,203 @@
+"""gated_delta on a GPU: the laws in bytes, steps and CUDA graphs against chunks, launch shapes, accuracy and gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.common.delta_memory import DeltaMemory
+from zoo.common.ops import gated_delta, gated_delta_states
+from zoo.common.ops.cases import cases_of, check
+from zoo.common.ops.gated_delta import cases, kernels, rival_tokens
+from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, packed_rows
+from zoo.common.program import resolve
+from zoo.common.rows import Rows
+from zoo.testing import Args, LawBroken, assert_same_bytes, gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+HEADS = (16, 32)
+
+
+def program() -> Any:
+    return resolve("aligned", "cuda", torch.bfloat16)
+
+
+def made(lengths: list[int], *, decay: float = 0.05, heads: tuple[int, int] = HEADS, width: int = 128, seed: int = 0) -> Args:
+    return cases._case("made", lengths, *heads, width, width, decay).make(seed, "cuda", torch.bfloat16)
+
+
+def memory_for(args: Args, slots: int) -> DeltaMemory:
+    k, v = args["k_RHK"], args["v_RVE"]
+    memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, "cuda")
+    for name, pool in memory.pools.items():
+        if "J" in name:
+            pool.fill_(torch.nan)
+    return memory
+
+
+def rows_at(args: Args, index: Tensor) -> list[Tensor]:
+    return [args[name][index] for name in OPERANDS]
+
+
+def recurrence(args: Args) -> Tensor:
+    q, k, v, g, beta = (args[name].double() for name in OPERANDS)
+    repeat = v.shape[1] // q.shape[1]
+    q, k = (t.repeat_interleave(repeat, 1) for t in (q, k))
+    out = []
+    for begin, end in pairwise(cases.starts_of(args["lengths"])):
+        state = q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
+        for r in range(begin, end):
+            state = state * g[r].exp()[:, None, None]
+            news = beta[r][:, None] * (v[r] - (k[r][:, :, None] * state).sum(1))
+            state = state + k[r][:, :, None] * news[:, None, :]
+            out.append((q[r][:, :, None] * state).sum(1) * q.shape[2] ** -0.5)
+    return torch.stack(out)
+
+
+def far(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def names() -> list[str]:
+    return [case.name for case in cases_of("gated_delta", program())] if torch.cuda.is_available() else []
+
+
+@pytest.mark.parametrize("name", names())
+def test_laws(name: str) -> None:
+    case = next(case for case in cases_of("gated_delta", program()) if case.name == name)
+    for law in case.laws:
+        check(case, law, program())
+
+
+@pytest.mark.parametrize("decay", [0.05, 0])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_every_step_equals_the_chunks(width: int, decay: float) -> None:
+    """Every row of a chunk as a step, at three batch sizes (three launch shapes), caches after each of them."""
+    args = made([130], decay=decay, width=width)
+    whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+    for batch in (1, 6, 24):
+        memory, slots = memory_for(args, batch + 1), torch.arange(1, batch + 1, device="cuda")
+        state = memory.view(slots)[0].state
+        for r in range(130):
+            index = torch.full((batch,), r, device="cuda")
+            out = gated_delta(*rows_at(args, index), state, Rows.pushed([1] * batch, [r] * batch, "cuda"), program=program())
+            assert_same_bytes(out, whole[r].expand_as(out), f"row {r} of {batch}")
+            if r in (0, 1, 31, 62, 63, 64, 65, 127, 128, 129):
+                other = memory_for(args, 2)
+                alone = other.view(torch.tensor([1], device="cuda"))[0].state
+                begin = torch.arange(r + 1, device="cuda")
+                gated_delta(*rows_at(args, begin), alone, Rows.pushed([r + 1], [0], "cuda"), program=program())
+                assert_same_bytes(memory.written(batch, r + 1), other.written(1, r + 1), f"caches after row {r} of {batch}")
+
+
+def test_wrong_chunk_grid_is_caught() -> None:
+    args = made([130])
+    whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+    parts = {**args, "lengths": [50, 80]}
+    apart = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(parts), program=program())
+    assert_same_bytes(apart[:50], whole[:50])
+    with pytest.raises(LawBroken):
+        assert_same_bytes(apart, whole)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_graph_replay_equals_eager(batch: int) -> None:
+    """Sequences at different places of their chunks, some closing; eager and graph steps alternate on one memory."""
+    contexts = [(61 + 7 * n) % 130 for n in range(batch)]
+    args = made([150])
+    eager, graphed = memory_for(args, batch + 2), memory_for(args, batch + 2)
+    slots = torch.arange(1, batch + 1, device="cuda")
+    for n, context in enumerate(contexts):
+        if context:
+            index, rows = torch.arange(context, device="cuda"), Rows.pushed([context], [0], "cuda")
+            for memory in (eager, graphed):
+                gated_delta(*rows_at(args, index), memory.view(slots[n : n + 1])[0].state, rows, program=program())
+    # the graph has one padding row more, in slot 0
+    padded = torch.cat([slots, slots.new_zeros(1)])
+    buffers = [t.clone() for t in rows_at(args, torch.zeros(batch + 1, dtype=torch.int64, device="cuda"))]
+    rows = Rows.pushed([1] * (batch + 1), [0] * (batch + 1), "cuda")
+    scratch = memory_for(args, batch + 2)
+    gated_delta(*buffers, scratch.view(padded)[0].state, rows, program=program())  # compiles outside the capture
+    torch.cuda.synchronize()
+    graph, state = torch.cuda.CUDAGraph(), graphed.view(padded)[0].state
+    with torch.cuda.graph(graph):
+        out = gated_delta(*buffers, state, rows, program=program())
+    for step in range(8):
+        at = [context + step for context in contexts]
+        index = torch.tensor([*at, 0], device="cuda")
+        now = Rows.pushed([1] * batch, at, "cuda")
+        wanted = gated_delta(*rows_at(args, index[:-1]), eager.view(slots)[0].state, now, program=program())
+        if step % 3 == 2:
+            found = gated_delta(*rows_at(args, index[:-1]), graphed.view(slots)[0].state, now, program=program())
+        else:
+            for buffer, t in zip(buffers, rows_at(args, index), strict=True):
+                buffer.copy_(t)
+            rows.positions_R.copy_(index)
+            graph.replay()
+            found = out[:-1]
+        assert_same_bytes(found, wanted, f"step {step}")
+        for n, slot in enumerate(slots.tolist()):
+            assert_same_bytes(graphed.written(slot, at[n] + 1), eager.written(slot, at[n] + 1), f"caches, step {step}")
+
+
+def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = made([200])
+    before = gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+    monkeypatch.setattr(kernels, "FOLD_HEADS", 4)
+    many = {**args, **{n: torch.cat([args[n]] * 12) for n in OPERANDS}, "lengths": [200] * 12}  # wider blocks in the scan
+    after = gated_delta_states(*(many[n] for n in OPERANDS), None, packed_rows(many), program=program())
+    assert_same_bytes(after[0][200:400], before[0])
+    assert_same_bytes(after[1][11:], before[1])
+
+
+@pytest.mark.parametrize("length", [*EDGES, 593, 1000, 4096])
+def test_accuracy(length: int) -> None:
+    """See the CPU test of the same name."""
+    args = made([length], heads=(1, 2))
+    wanted = recurrence(args)
+    found = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+    assert far(found, wanted) < 2**-6
+    assert length == 1 or far(found, recurrence({**args, "log_decay_RV": args["log_decay_RV"] * 0.5})) > 2**-6
+
+
+@pytest.mark.parametrize("decay", [0.05, 0])
+@pytest.mark.parametrize("lengths", [[1], [65, 63, 1], [300, 2, 128]])
+def test_gradients_against_float64(lengths: list[int], decay: float) -> None:
+    args = made(lengths, heads=(2, 4), decay=decay)
+
+    def call(a: Args) -> Tensor:
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program())
+
+    def by_token(a: Args) -> Tensor:
+        return recurrence(a).to(torch.bfloat16)
+
+    found, again, wanted = (gradients(f, args, OPERANDS)[1] for f in (call, call, by_token))
+    assert_same_bytes(found, again)
+    for name in OPERANDS:
+        # one BF16 rounding of q, k, v's gradients; FP32 sums of gates
+        assert far(found[name], wanted[name]) < 2**-7, name
+    other = gradients(call, args, OPERANDS, seed=1)[1]
+    assert far(other["v_RVE"], wanted["v_RVE"]) > 0.1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.parametrize("lengths", [[1000], [65, 129, 3]])
+def test_flash_linear_attention_agrees(lengths: list[int]) -> None:
+    args, rival = made(lengths), resolve("unaligned", "cuda", torch.bfloat16)
+    found, other = (gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=p) for p in (program(), rival))
+    assert far(found, other) < 2**-6
+
+
+def test_rival_by_tokens_agrees() -> None:
+    args = made([200, 3])
+    rows = packed_rows(args)
+    found = gated_delta(*(args[n] for n in OPERANDS), None, rows, program=program())
+    other = rival_tokens.gated_delta(*(args[n] for n in OPERANDS), None, rows)[0]
+    assert far(found, other) < 2**-6

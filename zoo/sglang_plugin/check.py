@@ -1,0 +1,27 @@
+"""Is it on? Read back what a scheduler really runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo.sglang_plugin.names import PROGRAMS
+from zoo.sglang_plugin.options import CHECKED
+
+
+def assert_active(runner: Any) -> None:
+    """RuntimeError naming the first part of a model runner that is not the zoo's."""
+    from zoo.sglang_plugin.sampler import RowSampler
+    from zoo.sglang_plugin.served import Served
+
+    args = runner.server_args
+    if args.attention_backend not in PROGRAMS:
+        raise RuntimeError(f"the server's attention backend is {args.attention_backend}")
+    if not getattr(args, CHECKED, False):
+        raise RuntimeError("the server's options were not checked: the hook on ServerArgs is not active")
+    if not isinstance(runner.model, Served):
+        raise RuntimeError(f"the model is {type(runner.model).__module__}.{type(runner.model).__name__}, not the zoo's")
+    if not isinstance(runner.sampler, RowSampler):
+        raise RuntimeError(f"the sampler is {type(runner.sampler).__name__}, not the zoo's")
+    wanted = PROGRAMS[args.attention_backend]
+    if runner.model.zoo.program.name != wanted or runner.sampler.program != runner.model.zoo.program:
+        raise RuntimeError(f"the model runs program {runner.model.zoo.program.name}, not {wanted}")

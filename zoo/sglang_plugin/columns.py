@@ -1,0 +1,53 @@
+"""Columns of a batch: joined on the device, or on their way to the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from zoo.common.sampling import RowSampling
+
+
+class HostColumn:
+    """A device column whose entry i is a Python number; the copy starts now, the first read waits for it.
+
+    FP32 becomes Python's float without rounding.
+    """
+
+    def __init__(self, column: Tensor) -> None:
+        self._values: list[float] | None = None
+        self._column, self._event = column, None
+        if column.is_cuda:
+            self._column = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+            self._column.copy_(column, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def __len__(self) -> int:
+        return self._column.shape[0]
+
+    def __getitem__(self, i: int) -> float:
+        if self._values is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._values = self._column.tolist()
+        return self._values[i]
+
+
+def joined(left: RowSampling, right: RowSampling) -> RowSampling:
+    """The rows of two batches, one after the other."""
+    columns = {
+        field.name: torch.cat([getattr(left, field.name), getattr(right, field.name)])
+        for field in dataclasses.fields(RowSampling)
+        if field.name.endswith("_R")
+    }
+    return RowSampling(**columns, scales=left.scales or right.scales, filters=left.filters or right.filters)
+
+
+def on_device(column: Tensor, device: torch.device | str) -> Tensor:
+    """A host column's copy, without waiting for it where that is possible."""
+    if torch.device(device).type == "cuda":
+        column = column.pin_memory()
+    return column.to(device, non_blocking=True)

@@ -1,0 +1,118 @@
+"""The entry point: choices, and hooks that return at once in a server with another backend.
+
+Each hook (SGLang's HookRegistry), why no registry does it, and who notices if it is not active, since SGLang only logs that:
+
+- around ServerArgs.__post_init__: one option implies others before they are resolved. The scheduler asserts its mark.
+- around ModelRunner.initialize: backend, sampler and models enter their registries only where they are used. Without it
+  `--attention-backend zoo` is unknown to the scheduler.
+- after ModelRunner._decode_cuda_graph_runner_cls: graphs per bound on the length. The backend refuses to be captured otherwise.
+- after SamplingBatchInfo.from_schedule_batch: FP32 temperature and top_p are too coarse, seeds are dropped. The sampler refuses
+  the batch.
+- after TokenizerManager._validate_one_request: a request is refused before it runs. The scheduler refuses it too.
+- after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
+from zoo.sglang_plugin.options import around_post_init
+
+logger = logging.getLogger(__name__)
+
+SRT = "sglang.srt"
+
+
+def register() -> None:
+    """Called by SGLang in every process that loads plugins. It creates no CUDA context and loads no model."""
+    from sglang.srt import server_args
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    server_args.add_attention_backend_choices([name for name in PROGRAMS if name not in server_args.ATTENTION_BACKEND_CHOICES])
+    server_args.SAMPLING_BACKEND_CHOICES.add(SAMPLER)
+    for target, hook, kind in hooks():
+        HookRegistry.register(f"{SRT}.{target}", hook, HookType[kind])
+
+
+def hooks() -> list[tuple[str, Callable[..., Any], str]]:
+    """(target below sglang.srt, hook, kind) of every hook."""
+    return [
+        ("server_args.ServerArgs.__post_init__", around_post_init, "AROUND"),
+        ("model_executor.model_runner.ModelRunner.initialize", around_initialize, "AROUND"),
+        ("model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", after_graph_runner, "AFTER"),
+        ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
+        ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),
+        ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
+    ]
+
+
+def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
+    """Registers backend, sampler and models, lets the runner build them, then asserts that they are what runs."""
+    args = runner.server_args
+    if args.attention_backend not in PROGRAMS:
+        return original(runner)
+    register_classes()
+    result = original(runner)
+    from zoo.sglang_plugin.check import assert_active
+
+    runner.sampler.program = runner.model.zoo.program
+    assert_active(runner)
+    printed = runner.model.fingerprint()
+    lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
+    logger.info(
+        "zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines
+    )
+    return result
+
+
+def register_classes() -> None:
+    """The scheduler's registries: attention backend, sampler, model classes."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.models.registry import ModelRegistry
+
+    from zoo.sglang_plugin.backend import PagedBackend
+    from zoo.sglang_plugin.sampler import RowSampler
+
+    for name in PROGRAMS:
+        if name not in ATTENTION_BACKENDS:
+            register_attention_backend(name)(PagedBackend)
+    register_sampler_backend(SAMPLER, RowSampler)
+    ModelRegistry.register("zoo.sglang_plugin.models", overwrite=True, strict=True)
+
+
+def after_graph_runner(result: type, runner: Any) -> type:
+    if runner.server_args.attention_backend not in PROGRAMS:
+        return result
+    from zoo.sglang_plugin.graphs import BoundedGraphRunner
+
+    return BoundedGraphRunner
+
+
+def after_sampling_info(result: Any, cls: type, batch: Any, vocab_size: int) -> Any:
+    from sglang.srt.runtime_context import get_server_args
+
+    if get_server_args().attention_backend not in PROGRAMS:
+        return result
+    from zoo.sglang_plugin.sampler import with_rows
+
+    return with_rows(result, batch.reqs, batch.device)
+
+
+def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) -> Any:
+    if manager.server_args.attention_backend in PROGRAMS:
+        from zoo.sglang_plugin.requests import check_request
+
+        check_request(obj)
+    return result
+
+
+def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
+    if scheduler.server_args.attention_backend in PROGRAMS:
+        released = "weights" in scheduler.weight_updater.offload_tags
+        model = scheduler.tp_worker.model_runner.model
+        result.internal_state[STATE] = {"fingerprint": None if released else model.fingerprint().to_dict()}
+    return result

@@ -1,0 +1,87 @@
+"""SGLang's sampler and its batched parameters, with the zoo's program: imported in the scheduler only."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler as stock
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from zoo.common import ops
+from zoo.common.program import Program
+from zoo.common.sampling import RowSampling
+from zoo.sglang_plugin.columns import HostColumn, joined, on_device
+from zoo.sglang_plugin.names import FILTERED
+from zoo.sglang_plugin.requests import sampling_params
+
+
+@dataclasses.dataclass
+class RowsBatchInfo(SamplingBatchInfo):
+    """SGLang's batch of parameters, and the same requests' rows of the zoo's sampler (positions are filled in at each step)."""
+
+    rows: RowSampling | None = None
+
+    def adjusted_filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
+        assert self.rows is not None
+        self.rows = self.rows[keep_indices_device]
+
+    def adjusted_merge_batch(self, other: SamplingBatchInfo) -> None:
+        assert self.rows is not None and isinstance(other, RowsBatchInfo) and other.rows is not None
+        self.rows = joined(self.rows, other.rows)
+
+
+def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device | str) -> RowsBatchInfo:
+    """The batch's parameters from the requests themselves: SGLang's tensors hold temperature and top_p rounded to FP32."""
+    params = [sampling_params(request.sampling_params, request.rid) for request in requests]
+    rows = RowSampling.of(params, [0] * len(params), "cpu")
+    moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
+    fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
+    return RowsBatchInfo(**fields, rows=dataclasses.replace(rows, **moved))
+
+
+class RowSampler(stock.Sampler):
+    """Draws by `ops.sample`. FP32 log-probabilities after the temperature in SGLang's field, after the filters too in FILTERED.
+
+    `program` is set once the model is loaded.
+    """
+
+    program: Program
+
+    def __init__(self) -> None:
+        super().__init__()
+        if stock.SGLANG_RETURN_ORIGINAL_LOGPROB:
+            raise ValueError("SGLANG_RETURN_ORIGINAL_LOGPROB is set: returned log-probabilities would not be the sampler's")
+
+    def forward(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(sampling_info, RowsBatchInfo) or sampling_info.rows is None:
+            raise RuntimeError("the zoo's sampler got a batch without its rows: the hook on SamplingBatchInfo is not active")
+        logits_RV = logits_output.next_token_logits
+        rows = dataclasses.replace(sampling_info.rows, position_R=positions.long() + 1)
+        drawn = ops.sample(logits_RV, rows, self.program)
+        # always, since a request's list must have one entry for each of its tokens
+        logits_output.customized_info = {FILTERED: HostColumn(drawn.filtered_log_prob_R)}
+        if return_logprob:
+            logits_output.next_token_logprobs = drawn.log_prob_R
+            if any(n > 0 for n in top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
+                scaled_RV = logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
+                lse_R = ops.log_prob_of_logits(scaled_RV, drawn.token_R, program=self.program).lse_R
+                every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
+                more = self.output_logprob_processor.compute_logprobs(
+                    every_RV, top_logprobs_nums, token_ids_logprobs, drawn.token_R
+                )
+                more.token_logprobs = None
+                more.write_output_to(logits_output)
+        return drawn.token_R

@@ -1,0 +1,158 @@
+"""What every EntryClass shares: SGLang's contract around a serving model of the zoo. Imported in the scheduler only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_server_args
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.fingerprint import Fingerprint
+from zoo.common.hub import read_config
+from zoo.common.layers import RotaryTable
+from zoo.common.program import resolve
+from zoo.common.registry import model_class
+from zoo.common.serving import ForServing
+from zoo.sglang_plugin.backend import PagedBackend
+from zoo.sglang_plugin.names import PROGRAMS
+from zoo.sglang_plugin.scores import prompt_scores
+
+logger = logging.getLogger(__name__)
+
+LOAD_BYTES = 1 << 30  # published tensors on the device at once while a checkpoint streams in
+
+
+class Served(nn.Module):
+    """Parameters of the zoo under `zoo`, updated in place; rows through SGLang's pools."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        args = get_server_args()
+        if args.attention_backend not in PROGRAMS:
+            raise RuntimeError(
+                f"the zoo's {type(self).__name__} was built in a server with --attention-backend {args.attention_backend}"
+            )
+        if quant_config is not None:
+            raise ValueError(f"the checkpoint asks for quantization ({quant_config}); the zoo's backend serves bfloat16 weights")
+        fields = read_config(args.model_path, args.revision)
+        serving = model_class(fields, "serving")
+        assert issubclass(serving, ForServing)
+        device = torch.empty(0).device  # SGLang builds models inside their device's context
+        with _plain_defaults():
+            program = resolve(PROGRAMS[args.attention_backend], device, torch.bfloat16)
+            self.zoo: ForServing = serving._on_meta(serving.config_class.from_hf(fields), program)
+            self.zoo._allocate(device)
+        # memory handed back and resumed restores buffers, and nothing else that weights don't
+        for i, module in enumerate(m for m in self.zoo.modules() if isinstance(m, RotaryTable)):
+            self.register_buffer(f"rotary_{i}", module.table_PC2, persistent=False)
+        self._loaded = False
+        self._checked = False
+        self._returns_experts = bool(args.enable_return_routed_experts)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **kwargs: Any) -> LogitsProcessorOutput:
+        if kwargs.get("input_embeds") is not None:
+            raise ValueError("input embeddings are not served by the zoo's backend")
+        backend = get_attn_backend()
+        if not self._checked:
+            self._check(backend)
+        step = backend.step
+        with ops.watch(_CaptureExperts()) if self._returns_experts else nullcontext():
+            hidden_RD = self.zoo.hidden_rows(input_ids, step.rows, backend.pool.during(step), step.table_NB)
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD))
+        last_N = step.rows.starts_N1[1:].long() - 1
+        output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD.index_select(0, last_N)))
+        if forward_batch.return_logprob:
+            b = forward_batch
+            scores = prompt_scores(
+                self.zoo, hidden_RD, b.extend_input_logprob_token_ids_gpu, b.extend_seq_lens_cpu, b.extend_logprob_start_lens_cpu,
+                b.top_logprobs_nums, b.token_ids_logprobs,
+            )  # fmt: skip
+            for name, value in vars(scores).items() if scores is not None else ():
+                setattr(output, name, value)
+        return output
+
+    def _check(self, backend: Any) -> None:
+        """At the first forward: what runs is what was asked for. RuntimeError otherwise."""
+        from zoo.sglang_plugin.check import assert_active
+
+        if not isinstance(backend, PagedBackend):
+            raise RuntimeError(f"the zoo's model runs over {type(backend).__name__}, not over its own backend")
+        assert_active(backend.runner)
+        if not self._loaded:
+            logger.warning("the zoo's weights were not loaded from a checkpoint (dummy or shared memory)")
+        self._checked = True
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part.
+
+        A list that lies on the device is checked whole before its first write; a stream in pieces of LOAD_BYTES.
+        """
+        device = next(self.zoo.parameters()).device
+        names: set[str] = set()
+        for piece in _pieces(weights):
+            names.update(name for name, _ in piece)
+            self.zoo.load_weights([(name, tensor.to(device)) for name, tensor in piece])
+        if not self._loaded:
+            absent = self._required() - names
+            if absent:
+                some = ", ".join(sorted(absent)[:4])
+                raise ValueError(f"the checkpoint lacks {len(absent)} tensors of this geometry: {some}")
+            self._loaded = True
+
+    def _required(self) -> set[str]:
+        table = self.zoo.table_of()
+        return {piece.published for entry in table.entries if not entry.optional_alias for piece in entry.layouts[0]}
+
+    def fingerprint(self) -> Fingerprint:
+        return self.zoo.fingerprint()
+
+
+def _pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    piece: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        piece.append((name, tensor))
+        size += 0 if tensor.is_cuda else tensor.nbytes
+        if size >= LOAD_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+class _CaptureExperts:
+    """Hands each layer's routed experts, in slot order, to SGLang's capturer; it sees ops and changes none."""
+
+    def __init__(self) -> None:
+        from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+        self.layer = 0
+        self.capturer = get_global_experts_capturer()
+
+    def __call__(self, contract: Any, arguments: dict[str, Any], result: Any) -> None:
+        if contract.name == "route":
+            if self.capturer is not None:
+                self.capturer.capture(self.layer, result[1].to(torch.int32))
+            self.layer += 1
+
+
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """SGLang builds models under default dtype bfloat16 on the GPU; the position table must be FP32 from the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
