@@ -37,7 +37,9 @@ def parsed(text: str) -> Target:
 def admit(targets: Iterable[Target], program: Program, seconds: float, rows: int = ROWS) -> list[str]:
     """Verdicts for targets that have none yet; then one line per target: which provider runs it and why no other does."""
     wanted = sorted(set(targets), key=spelled)
-    missing = [t for t in wanted if any(not qualification.tried(t.op, p, t.shape) for p in qualification.candidates(t.op, t.shape))]
+    missing = [
+        t for t in wanted if any(not qualification.tried(t.op, p, t.shape) for p in qualification.candidates(t.op, t.shape))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         stores = [Path(folder) / f"{i}.json" for i in range(len(missing))]
         calls = [[spelled(t), "--store", str(store), "--rows", str(rows)] for t, store in zip(missing, stores)]

@@ -95,7 +95,13 @@ def table(rows: Iterable[Sequence[Any]], header: Sequence[str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 class Timer(Protocol):
@@ -197,7 +203,13 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 def verdict(us: float, rivals: Mapping[str, float], broken: str) -> dict[str, Any]:
     """The comparison's part of a row: the fastest rival and ours over it. No ratio where a byte check failed."""
-    out: dict[str, Any] = {"us": us, "rival": None, "rival_us": None, "ratio": None, "bytes": f"red: {broken}" if broken else "equal"}
+    out: dict[str, Any] = {
+        "us": us,
+        "rival": None,
+        "rival_us": None,
+        "ratio": None,
+        "bytes": f"red: {broken}" if broken else "equal",
+    }
     if rivals:
         rival = min(rivals, key=lambda name: rivals[name])
         out |= {"rival": rival, "rival_us": rivals[rival], "ratio": None if broken else us / rivals[rival]}
@@ -243,7 +255,9 @@ def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type
 def in_parallel(module: str, arguments: Sequence[Sequence[str]], seconds: float) -> None:
     """Runs `python -m module ...` once per argument list, all at once: kernels compile and libraries fill their disk caches."""
     started = [
-        subprocess.Popen([sys.executable, "-m", module, *map(str, a)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, a)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for a in arguments
     ]
     end = time.monotonic() + seconds

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from benchmarks import rivals
@@ -215,7 +216,11 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
 
 
 def rope(place: Place, rows: int) -> Iterator[Work]:
-    x, positions, turn = place.randn(rows, place.size(40, 2), 128), place.below(4096, rows), ops.rope_table(4096, 128, 1e6).to(place.device)
+    x, positions, turn = (
+        place.randn(rows, place.size(40, 2), 128),
+        place.below(4096, rows),
+        ops.rope_table(4096, 128, 1e6).to(place.device),
+    )
 
     def run(x: Tensor, at: Tensor) -> Tensor:
         return ops.rope(x, turn, at, program=place.ours)
@@ -279,10 +284,14 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
 
     def sdpa(i: int) -> Tensor:
         keys, values = (contiguous(pool, i) for pool in (memory.k_LPSGE, memory.v_LPSGE))
-        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[
+            :, :, 0
+        ]
 
     def exact() -> Tensor:
-        keys, values = (contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE))
+        keys, values = (
+            contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE)
+        )
         scores = (q[:4, :, None].double() @ keys.transpose(2, 3)) * scale
         return (torch.softmax(scores, -1) @ values)[:, :, 0]
 
@@ -308,7 +317,9 @@ def _prefill_attention(place: Place, model: str, heads: int, groups: int, width:
 
     def sdpa() -> Tensor:
         each = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        return torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(
+            0, 1
+        )
 
     def law() -> None:
         for length in (1, 129, rows - 1):
@@ -331,7 +342,10 @@ def _prefill_attention(place: Place, model: str, heads: int, groups: int, width:
 def experts(place: Place, rows: int) -> Iterator[Work]:
     for model, (count, hidden, inner, top_k) in MIXTURES.items():
         count, hidden, inner, top_k = (place.size(a, b) for a, b in zip((count, hidden, inner, top_k), (8, 64, 32, 2)))
-        gate_up, down = place.randn(count, 2 * inner, hidden, scale=hidden**-0.5), place.randn(count, hidden, inner, scale=inner**-0.5)
+        gate_up, down = (
+            place.randn(count, 2 * inner, hidden, scale=hidden**-0.5),
+            place.randn(count, hidden, inner, scale=inner**-0.5),
+        )
         x, sets = place.randn(rows, hidden), 8  # other experts each time
         chosen = [torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous() for _ in range(sets)]
         touched = int(chosen[0].unique().numel())
@@ -399,7 +413,11 @@ def combine(place: Place, rows: int) -> Iterator[Work]:
 def log_prob(place: Place, rows: int) -> Iterator[Work]:
     for model, (vocabulary, hidden) in HEADS_OF_VOCABULARY.items():
         vocabulary, hidden = place.size(vocabulary, 512), place.size(hidden, 64)
-        x, w, targets = place.randn(rows, hidden), place.randn(vocabulary, hidden, scale=2.5 * hidden**-0.5), place.below(vocabulary, rows)
+        x, w, targets = (
+            place.randn(rows, hidden),
+            place.randn(vocabulary, hidden, scale=2.5 * hidden**-0.5),
+            place.below(vocabulary, rows),
+        )
 
         def run(x: Tensor, t: Tensor, w: Tensor = w) -> Tensor:
             return ops.log_prob(x, w, t, program=place.ours).log_prob_R
@@ -423,7 +441,10 @@ def sample(place: Place, rows: int) -> Iterator[Work]:
         return
     logits = place.randn(rows, place.size(151936, 512), dtype=torch.float32, scale=2.5)
     noise = torch.empty_like(logits)
-    for name, params in (("plain", SamplingParams()), ("top-k 20, top-p 0.95", SamplingParams(temperature=0.7, top_k=20, top_p=0.95))):
+    for name, params in (
+        ("plain", SamplingParams()),
+        ("top-k 20, top-p 0.95", SamplingParams(temperature=0.7, top_k=20, top_p=0.95)),
+    ):
         drawn = RowSampling.of([replace(params, seed=r) for r in range(rows)], list(range(rows)), place.device)
         ordinary = {
             "multinomial": lambda i: rivals.multinomial(logits),
@@ -460,7 +481,9 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         def run(i: int, a: tuple[Tensor, ...] = operands, layer: Any = layer, steps: list[Rows] = steps) -> Tensor:
             return ops.gated_delta(*a, layer, steps[i], program=place.ours)
 
-        def law(a: tuple[Tensor, ...] = operands, keys: tuple[int, ...] = (key_heads, value_heads, key_dim, value_dim), n: int = rows) -> None:
+        def law(
+            a: tuple[Tensor, ...] = operands, keys: tuple[int, ...] = (key_heads, value_heads, key_dim, value_dim), n: int = rows
+        ) -> None:
             outs = []
             for index in (torch.arange(n), torch.arange(n)[-1:]):
                 fresh = DeltaMemory(1, len(index) + 1, *keys, 8, torch.bfloat16, place.device)
@@ -519,7 +542,7 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
         try:
             outs[name] = work.picked(call(0))
             contenders[name] = call
-        except (RuntimeError, ImportError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        except Exception as error:  # whatever a rival fails with
             failed[name] = first_line(error)
     for name in list(work.ours)[1:]:
         try:
@@ -537,7 +560,9 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
         row["error_vs_fp64"] = relative_error(outs[first], exact)
         if row["rival"]:
             row["rival_error_vs_fp64"] = relative_error(outs[row["rival"]], exact)
-    row["provider"] = "/".join(CONTRACTS[t.op].provider(program, t.shape).name for t in work.targets) or program.byte_class(work.op)
+    row["provider"] = "/".join(CONTRACTS[t.op].provider(program, t.shape).name for t in work.targets) or program.byte_class(
+        work.op
+    )
     row["timing"] = "events" if work.eager else "graph"
     row["others"] = {name: us for name, us in times.items() if name not in (first, row["rival"])}
     return row | ({"failed": failed} if failed else {})
@@ -545,7 +570,10 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
 
 def lines(rows: Sequence[dict[str, Any]]) -> str:
     keys = ("op", "shape", "rows", "us", "tflops", "gbps", "rival", "rival_us", "ratio", "provider")
-    body = [[*(row.get(key) for key in keys), "" if row.get("bytes") == "equal" else row.get("bytes", row.get("error"))] for row in rows]
+    body = [
+        [*(row.get(key) for key in keys), "" if row.get("bytes") == "equal" else row.get("bytes", row.get("error"))]
+        for row in rows
+    ]
     return table(body, ("op", "shape", "rows", "us", "TFLOP/s", "GB/s", "rival", "rival us", "ratio", "ours by", ""))
 
 
@@ -577,16 +605,23 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     record = Recorder(given.out, about(device, given.smoke), given.smoke)
     dtype, cuda = torch.bfloat16, device.type == "cuda"
     theirs = resolve("unaligned", device, dtype) if cuda else None
-    place = Place(device, resolve("aligned", device, dtype), theirs, contexts=(70,) if given.smoke else CONTEXTS, tiny=given.smoke)
+    place = Place(
+        device, resolve("aligned", device, dtype), theirs, contexts=(70,) if given.smoke else CONTEXTS, tiny=given.smoke
+    )
     graph, events = (timer, timer) if timer else (WallClock(), WallClock()) if not cuda else (GraphTimer(), EventTimer())
     asked = numbers(given.rows) if given.rows else None
-    plan = [(name, rows) for name in names for rows in asked or ((1, 8) if given.smoke else GEMM_ROWS if name == "linear" else ROWS)]
+    plan = [
+        (name, rows) for name in names for rows in asked or ((1, 8) if given.smoke else GEMM_ROWS if name == "linear" else ROWS)
+    ]
     if given.warm and cuda:
         passed = [*names, "--shapes", given.shapes, *(["--rows", given.rows] if given.rows else [])]
-        in_parallel("benchmarks.ops", [[*passed, "--compile-only", f"{i}/{given.warm}"] for i in range(given.warm)], budget.left / 2)
+        in_parallel(
+            "benchmarks.ops", [[*passed, "--compile-only", f"{i}/{given.warm}"] for i in range(given.warm)], budget.left / 2
+        )
     part, parts = map(int, given.compile_only.split("/")) if given.compile_only else (0, 1)
     torch.manual_seed(0)
-    with torch.no_grad():
+    # compiled rivals get a kernel of their own for every shape
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=8192):
         if cuda and not given.compile_only:
             _admit(place, names, given.shapes, budget)
         for number, (name, rows) in enumerate(plan):
@@ -600,7 +635,7 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
                     continue
                 try:
                     record.add(measure(work, events if work.eager else graph, place.ours))
-                except (RuntimeError, ImportError, ValueError) as error:
+                except Exception as error:  # one shape that fails leaves the others their rows
                     record.add({"kind": "op", "op": name, "shape": work.shape, "rows": rows, "error": first_line(error)})
                 del work
             if cuda:
@@ -633,7 +668,9 @@ def _admit(place: Place, names: Sequence[str], shapes: str, budget: Budget) -> N
             if re.search(shapes, f"{model} {v}x{k}"):
                 targets += [Target("linear", (n, k, 1)) for n in (16384, v % 16384)]
     if "experts" in names:
-        targets += [Target("experts", (x, d, f)) for m, (x, d, f, k) in MIXTURES.items() if re.search(shapes, f"{m} {x}x{d}x{f} top {k}")]
+        targets += [
+            Target("experts", (x, d, f)) for m, (x, d, f, k) in MIXTURES.items() if re.search(shapes, f"{m} {x}x{d}x{f} top {k}")
+        ]
     if targets:
         print("\n".join(admit(targets, place.ours, budget.left / 3)), flush=True)
 

@@ -34,7 +34,9 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDT
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
-    total = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0) + tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    total = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0) + tl.load(
+        residual_ptr + row * WIDTH + column, mask=mask, other=0.0
+    )
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +49,9 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[1]
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(x.shape[0],)](x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512)))
+    _add_rms_norm[(x.shape[0],)](
+        x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512))
+    )
     return out, total
 
 

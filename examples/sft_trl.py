@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from weights_tools.make_tiny import make_tiny
@@ -43,6 +43,7 @@ class Hosted(nn.Module):
         if hasattr(self.config, "router_aux_loss_coef"):
             self.config.router_aux_loss_coef = 0.0  # the zoo's models have no auxiliary loss
         self.accepts_loss_kwargs = True  # the loss divides by num_items_in_batch, so the Trainer must not
+        self.loss_type = "ForCausalLM"  # label r + 1 belongs to row r, so a document's first label is no item
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> ModelOutput:
         return self.rl(input_ids, **inputs)
@@ -64,12 +65,12 @@ class AlignedSFTTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        ids, labels = inputs["input_ids"], inputs["labels"]
         if "cu_seq_lens_q" in inputs:  # padding_free or packing: documents one after another in one line
-            out = model(ids[0], cu_seqlens=inputs["cu_seq_lens_q"], labels=labels[0], num_items_in_batch=num_items_in_batch)
+            bounds = inputs["cu_seq_lens_q"]
+            inputs = {"input_ids": inputs["input_ids"][0], "labels": inputs["labels"][0], "cu_seqlens": bounds}
         else:
-            out = model(ids, attention_mask=inputs["attention_mask"], labels=labels, num_items_in_batch=num_items_in_batch)
-        return (out.loss, out) if return_outputs else out.loss
+            inputs = {name: inputs[name] for name in ("input_ids", "labels", "attention_mask")}
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
 def trainer_of(model: ForRL, folder: str | Path, texts: list[str], work: str | Path, **settings: Any) -> AlignedSFTTrainer:

@@ -30,6 +30,7 @@ STARTS = torch.tensor([0, 11, 40])
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
+    pytest.importorskip("trl")
     path = Path(__file__).resolve().parents[2] / "examples" / "sft_trl.py"
     spec = importlib.util.spec_from_file_location("sft_trl", path)
     module = importlib.util.module_from_spec(spec)
@@ -96,7 +97,7 @@ class TestSFTTrainer:
         done = {name: self.trained(example, checkpoints("qwen3"), tmp_path / name, **way) for name, way in ways.items()}
         for name, (model, losses) in done.items():
             assert_same_bytes(weights(model), weights(done["plain"][0]), name)
-            assert losses == done["plain"][1]
+            assert losses == done["plain"][1] and model.gradient_checkpointing == ways[name]["activation_checkpointing"]
         other, _ = self.trained(example, checkpoints("qwen3"), tmp_path / "control", learning_rate=1.1e-3)
         with pytest.raises(LawBroken):
             assert_same_bytes(weights(other), weights(done["plain"][0]))
@@ -114,6 +115,15 @@ class TestSFTTrainer:
         assert_same_bytes(loss, -model.score(ids, starts).sum() / (len(ids) - len(keep)))
         with pytest.raises(LawBroken):
             assert_same_bytes(loss, -model.score(ids, starts[[0, -1]]).sum() / (len(ids) - len(keep)))
+
+
+def test_the_script_runs(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sft_trl.py", "--steps", "2", "--out", str(tmp_path / "out")])
+    example.main()
+    assert "saved, loaded again, scored: the same bytes" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def served(path: Path) -> Tensor:
@@ -165,28 +175,35 @@ class TestFSDP2:
 
     @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
     @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_sharded_is_whole(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool) -> None:
-        plain, model = load(checkpoints(arch)), load(checkpoints(arch))
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        register_fsdp_forward_method(model, "score")
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        for call in (
+    @pytest.mark.parametrize("layers", [False, True], ids=["the root alone", "layers and root"])
+    def test_sharded_is_whole(
+        self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool, layers: bool
+    ) -> None:
+        calls: tuple[Callable[[Qwen3ForRL], Tensor], ...] = (
             lambda m: m(IDS, cu_seqlens=STARTS, labels=IDS).loss,
             lambda m: -m.score(IDS, STARTS).mean(),
-        ):
+            lambda m: m.score(IDS, STARTS, entropy=True, top_k=3).entropy_R.mean(),
+        )
+        for call in calls:
+            plain, model = load(checkpoints(arch)), load(checkpoints(arch))
+            mesh = init_device_mesh("cpu", (1,))
+            for layer in model.model.layers if layers else ():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            register_fsdp_forward_method(model, "score")
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            if checkpointing:
+                model.gradient_checkpointing_enable()
             found, expected = call(model), call(plain)
             assert_same_bytes(found, expected)
             found.backward()
             expected.backward()
-        assert_same_bytes(
-            {name: p.grad.full_tensor() for name, p in model.named_parameters()},
-            {name: p.grad for name, p in plain.named_parameters()},
-        )
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            assert all(isinstance(gradient, DTensor) for gradient in gradients.values())
+            assert_same_bytes(
+                {name: gradient.full_tensor() for name, gradient in gradients.items()},
+                {name: p.grad for name, p in plain.named_parameters()},
+            )
         assert_same_bytes(model(IDS, cu_seqlens=STARTS).logits, plain(IDS, cu_seqlens=STARTS).logits)
         with torch.no_grad():
             plain.model.layers[1].input_norm.weight[3] += 0.25

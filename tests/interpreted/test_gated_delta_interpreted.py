@@ -7,7 +7,7 @@ import torch
 import triton
 
 from zoo.common.ops.cases import trial
-from zoo.common.ops.gated_delta import cases, kernels, reference, rival_tokens
+from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -46,11 +46,7 @@ def test_plan_lists_every_chunk(counts: list[int], contexts: list[int] | None) -
         held, begin = context % 64, int(rows.starts_N1[n])
         for inside in range(0, held + count, 64):
             expected.append([begin - held + inside, max(held - inside, 0), min(held + count - inside, 64), n])
-    chunks = rows.count // 64 + 2 * len(counts)
-    chunk, sequence = torch.full((chunks, 4), -1, dtype=torch.int32), torch.full((len(counts), 2), -1, dtype=torch.int32)
-    kernels._plan[(chunks,)](
-        rows.starts_N1, rows.lengths_N, chunk, sequence, len(counts), BLOCK=triton.next_power_of_2(len(counts))
-    )
+    chunk, sequence = kernels.plan(rows)
     assert chunk[: len(expected)].tolist() == expected
     assert not chunk[len(expected) :, 2].any()
     assert sequence[:, 0].tolist() == firsts
@@ -119,3 +115,17 @@ def test_rival_is_the_recurrence() -> None:
         index = torch.tensor([row, 20 + row])
         served.append(rival_tokens.serve(*(args[n][index] for n in OPERANDS), state, Rows.pushed([1, 1], [row, row], "cpu")))
     torch.testing.assert_close(torch.stack(served, 1), torch.stack([got[:3], got[20:]]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[1, 66], [64, 3, 65], [128]])
+def test_backward_is_the_loop(lengths: list[int]) -> None:
+    args = made(lengths, (16, 16))
+    rows, random = packed_rows(args), torch.Generator().manual_seed(2)
+    grad = torch.randn(args["v_RVE"].shape, generator=random)
+    initial, final = (torch.randn(len(lengths), 2, 16, 16, generator=random) for _ in range(2))
+    operands = (grad, final, *(args[n] for n in OPERANDS), initial, rows)
+    found, wanted = (m.gated_delta_backward(*operands) for m in (kernels_backward, backward))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    zero = backward.gated_delta_backward(grad, None, *operands[2:])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(zero[2], wanted[2], rtol=1e-4, atol=1e-5)  # control: without the final state's gradient

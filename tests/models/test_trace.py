@@ -30,8 +30,8 @@ def subject() -> Subject:
     return made
 
 
-def traced(subject: Subject, *, tail: int = 260) -> Divergence | None:
-    """Training's packed batch against decode row by row."""
+def traced(subject: Subject, *, tail: int = 12) -> Divergence | None:
+    """Training's packed batch against serving: a prefill, and the last tokens row by row."""
     documents = list(range(len(subject.documents)))
 
     def training(tap: Tap) -> None:

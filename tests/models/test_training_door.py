@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zoo.common.sampling import SamplingParams
 from zoo.common.training import Scores
@@ -109,6 +110,19 @@ def test_top_log_probs_follow_the_temperature(model: Qwen3ForRL) -> None:
         assert (scores.top_log_prob_RK - expected).abs().max() < 1e-5
         chosen = model.score(IDS, STARTS, scores.top_ids_RK[:, 2], SamplingParams(temperature=1 / scale))
         assert_same_bytes(scores.top_log_prob_RK[:, 2].contiguous(), chosen)
+
+
+def test_what_is_returned_can_be_flattened(model: Qwen3ForRL) -> None:
+    """FSDP2 (before torch 2.13) and DDP look for tensors that way; a result that is one opaque leaf would lose its gradients."""
+    out = model(IDS, cu_seqlens=STARTS, labels=IDS)
+    leaves, shape = tree_flatten(out)
+    assert leaves[0] is out.loss and leaves[1] is out.hidden_states and leaves[0].requires_grad
+    again = tree_unflatten(leaves, shape)
+    assert_same_bytes(again.logits, out.logits)
+    scores = model.score(IDS, STARTS, entropy=True, top_k=2)
+    leaves, shape = tree_flatten(scores)
+    assert len(leaves) == 4 and sum(t.requires_grad for t in leaves) == 2
+    assert_same_bytes(tree_unflatten(leaves, shape), scores)
 
 
 def entropy_gradients(model: Qwen3ForRL, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -126,7 +126,14 @@ class PagedMemory:
     slots = 0
 
     def __init__(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         if pages < 2:
             raise ValueError(f"paged memory needs at least 2 pages (one is reserved for padding), got {pages}")

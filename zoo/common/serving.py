@@ -36,7 +36,9 @@ class ForServing(Pretrained, nn.Module):
         page_table_NB int32: page b of sequence n. ValueError for a position beyond the table.
         """
         if rows.max_length > self.config.positions:
-            raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
+            raise ValueError(
+                f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}"
+            )
         if rows.max_length > memory.capacity(page_table_NB):
             raise ValueError(f"{rows.max_length} tokens do not fit a page table of {memory.capacity(page_table_NB)}")
         hidden_RD = self.hidden_rows(ids_R, rows, memory, page_table_NB)

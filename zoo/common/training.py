@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from zoo.common import ops
 from zoo.common.memory import PackedMemory
@@ -46,6 +47,19 @@ class ModelOutput:
 
     def __getitem__(self, key: int | str) -> Tensor | None:
         return getattr(self, ("loss", "logits", "hidden_states")[key] if isinstance(key, int) else key)
+
+
+# FSDP2 and DDP find the tensors whose gradients they wait for by flattening what a module returns
+register_pytree_node(
+    Scores,
+    lambda scores: (list(vars(scores).values()), None),
+    lambda leaves, _: Scores(*leaves),
+)
+register_pytree_node(
+    ModelOutput,
+    lambda out: ([out.loss, out.hidden_states, out._logits], out._model),
+    lambda leaves, model: ModelOutput(leaves[0], leaves[1], model, leaves[2]),
+)
 
 
 class ForRL(Pretrained, nn.Module):

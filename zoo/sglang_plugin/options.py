@@ -35,7 +35,7 @@ class Refusal:
 ONE_DEVICE = "the model runs on one device"
 BYTES = "history would be stored in other bytes than the trainer's"
 REFUSALS = (
-    Refusal("device", ("cuda", "cpu"), "the aligned programs are those of CUDA and, for tests, the CPU"),
+    Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
     *(Refusal(name, (1,), ONE_DEVICE) for name in ("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size")),
     Refusal("enable_dp_attention", (False,), ONE_DEVICE),
     Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -41,14 +42,14 @@ class Call:
     def of(cls, contract: Contract, seen: dict[str, Any], result: Any) -> Call:
         """From what `zoo.common.ops.watch` hands its observer."""
         named = {k: v for k, v in seen.items() if k not in ("args", "function")}
-        bound = inspect.signature(seen["function"]).bind(*seen["args"], **named)
+        bound = _signature(seen["function"]).bind(*seen["args"], **named)
         bound.apply_defaults()
         return cls(contract, seen["function"], dict(bound.arguments), result)
 
     @property
     def name(self) -> str:
         """The public op's name: log_prob has three functions under one contract."""
-        return str(vars(self.function)["__wrapped__"].__name__)
+        return str(self.function.__name__)
 
     @property
     def program(self) -> Program:
@@ -68,7 +69,7 @@ class Call:
 
     def outputs(self) -> list[tuple[str, Tensor]]:
         """The result's tensors, named out[0], out[1], ...: an op that also returns its residual sum keeps the first name."""
-        return [(f"out[{i}]", tensor) for i, (_, tensor) in enumerate(tensors(self.result))]
+        return outputs_of(self.result)
 
     def at_row(self, row: int, rows: int) -> Call:
         """The same call on one of its `rows` rows, and on the history that this row reads; all tensors copied."""
@@ -102,6 +103,16 @@ class Call:
         queries = {k: v[mine].detach().clone() for k, v in self.arguments.items() if isinstance(v, Tensor) and k.endswith("RHE")}
         arguments = {**self.arguments, **queries, "history": small, "rows": rows}
         return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
+
+
+def outputs_of(result: Any) -> list[tuple[str, Tensor]]:
+    """A result's tensors, named by their order."""
+    return [(f"out[{i}]", tensor) for i, (_, tensor) in enumerate(tensors(result))]
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _has_rows(name: str, value: Tensor, rows: int) -> bool:

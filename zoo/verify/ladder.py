@@ -123,7 +123,7 @@ class Ladder:
             tally.seen(reference[seen.document], seen)
         self._add(tally.row(rung, what, empty), tally)
         if tally.spot is not None and self.result.first_divergence is None:
-            self.result.names = ("training, packed", what)
+            self.result.names = ("the packed batch of training", what)
             self._name(tally.spot, way, model)
 
     def _name(self, spot: Spot, way: Way, model: nn.Module) -> None:
@@ -278,7 +278,7 @@ class Ladder:
         documents = self.subject.documents
         sequences = [[*c.prompt_ids, *c.output_ids] for c in completions]
         self.subject.documents = [torch.tensor(tokens, device=self.subject.device) for tokens in sequences]
-        self.result.names = ("training, packed", "decode of the sampled tokens")
+        self.result.names = ("the packed batch of training", "decode of the sampled tokens")
         try:
             self._name(spot, lambda tap: ways.decode(self.subject, tap, self.documents, tail=None), self.subject.server)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,6 @@ PARAMS = (
 
 def sample(subject: Subject, settings: Settings) -> list[Completion]:
     """Draws through the embedded engine: prompts of different lengths, greedy, temperatures and filters mixed, all at once."""
-    engine = Engine(subject.server, pages=None if subject.device.type == "cuda" else 512, chunk_rows=1024)
     longest = subject.trainer.config.positions - settings.drawn
     prompts, params = [], []
     for i in range(settings.requests):
@@ -40,7 +40,13 @@ def sample(subject: Subject, settings: Settings) -> list[Completion]:
         # a second request of a document reads another prefix of it
         prompts.append(document[: max(1, min(len(document), longest) - 5 * (i // len(subject.documents)))])
         params.append(replace(PARAMS[i % len(PARAMS)], max_new_tokens=settings.drawn, ignore_eos=True))
-    return engine.generate(prompts, params)
+    memory = subject.server.new_memory(2)
+    # what the requests need and no more: on a GPU the scoring process wants room too
+    pages = 1 + sum(memory.pages_for(len(prompt) + settings.drawn) for prompt in prompts)
+    completions = Engine(subject.server, pages=pages, chunk_rows=1024).generate(prompts, params)
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return completions
 
 
 class Scorer:
@@ -104,6 +110,7 @@ class Scorer:
             if "checkpoint" in source and Path(source["checkpoint"]).exists():
                 source["checkpoint"] = str(Path(source["checkpoint"]).resolve())
             return source
+        shutil.rmtree(self.folder / f"step-{self._saved}", ignore_errors=True)
         self._saved += 1
         folder = self.folder / f"step-{self._saved}"
         self.subject.trainer.save_pretrained(folder)

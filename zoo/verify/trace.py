@@ -21,7 +21,7 @@ from zoo.common.ops import watch
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.testing import as_integers, ulp_distance
-from zoo.verify.calls import Call
+from zoo.verify.calls import Call, outputs_of
 
 _POSITION_BITS = 32
 
@@ -112,13 +112,12 @@ class Tracer(Tap):
         if self._batch is None:
             return
         sequence_R, position_R = self._batch
-        call = Call.of(contract, seen, result)
         # decode holds its logits, scoring does not: what both have is the reduction over them
-        op = "logits" if call.name == "logits" else contract.name
+        op = "logits" if seen["function"].__name__ == "logits" else contract.name
         layer = self._path[-1] if self._path else "head"
         index = self._calls[layer, op]
         self._calls[layer, op] += 1
-        for part, tensor in call.outputs():
+        for part, tensor in outputs_of(result):
             if tensor.shape[:1] != sequence_R.shape:
                 continue
             key = Key(layer, op, index, part)
@@ -127,7 +126,7 @@ class Tracer(Tap):
             elif key == self.capture[0] and self.call is None:
                 found = ((sequence_R == self.capture[1]) & (position_R == self.capture[2])).nonzero()
                 if len(found):
-                    self.call = call.at_row(int(found[0]), len(sequence_R))
+                    self.call = Call.of(contract, seen, result).at_row(int(found[0]), len(sequence_R))
 
     def _record(self, key: Key, tensor: Tensor, sequence_R: Tensor, position_R: Tensor) -> None:
         code_R = (sequence_R << _POSITION_BITS) | position_R

@@ -43,7 +43,7 @@ class Poisoned(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func._schema.name in self._FRESH and isinstance(made, Tensor) and made.device.type != "meta":
+        if isinstance(func, torch._ops.OpOverload) and func._schema.name in self._FRESH and made.device.type != "meta":
             made.fill_(torch.nan if made.is_floating_point() else 1 if made.dtype == torch.bool else 77)
         return made
 

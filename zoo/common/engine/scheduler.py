@@ -132,9 +132,9 @@ class Scheduler:
             node = self.pool.insert(self.version, parent, tokens, request.pages[filled - 1])
             request.pages[filled - 1] = node.page
             request.nodes.append(node)
-            if self.memory.slots and filled * size == request.computed and node.snapshot is None:
-                if self.memory.reusable_length(request.computed) == request.computed:
-                    node.snapshot = self.memory.snapshot(request.slot, request.computed)
+            last = filled * size == request.computed == self.memory.reusable_length(request.computed)
+            if self.memory.slots and last and node.snapshot is None:
+                node.snapshot = self.memory.snapshot(request.slot, request.computed)
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's pages; it waits, keeps its tokens, and pushes their rows again later."""

@@ -17,6 +17,8 @@ def _triton_serves(key_heads: int, value_heads: int, key_dim: int, value_dim: in
     return all(width in (16, 32, 64, 128) for width in (key_dim, value_dim))
 
 
+BACKWARD = f"{__name__}.kernels_backward:gated_delta_backward"
+
 CONTRACT = Contract(
     name="gated_delta",
     version=1,
@@ -33,7 +35,7 @@ CONTRACT = Contract(
     "(q_i H), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) H + sum "
     "exp(G_63 - G_j) k_j u_j, the sum from zero, then one FMA: the decayed state starts no accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
-    backward="by chunk in FP32 without the forward's roundings, states recomputed, fixed order; of an initial state too",
+    backward="by chunk in FP32 (on CUDA the scans' operands in BF16), states recomputed, fixed order; of an initial state too",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
     "same launch",
     providers=(
@@ -41,18 +43,12 @@ CONTRACT = Contract(
             "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward",
             defining=True,
         ),
+        Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_triton_serves, defining=True),
         Provider(
-            "triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", f"{__name__}.backward:gated_delta_backward",
-            serves=_triton_serves, defining=True,
-        ),
-        Provider(
-            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", BACKWARD,
             needs=("fla.ops.gated_delta_rule",), defining=True,
         ),
-        Provider(
-            "tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", f"{__name__}.backward:gated_delta_backward",
-            serves=_triton_serves, defining=True,
-        ),
+        Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_triton_serves, defining=True),
     ),
 )  # fmt: skip
 
@@ -80,8 +76,7 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> Any:
         *operands, initial = (*ctx.saved_tensors, None)[:6]
-        if grad is None:
-            grad = torch.zeros_like(operands[2])
+        grad = torch.zeros_like(operands[2]) if grad is None else grad
         *grads, grad_initial = ctx.provider.function("backward")(grad, grad_final, *operands, initial, ctx.rows)
         return *grads, None if initial is None else grad_initial, None, None
 
@@ -116,7 +111,7 @@ def gated_delta(
     ValueError for head counts, shapes or dtypes that don't fit.
     """
     if not isinstance(history, DeltaState):
-        initial = None if history is None else history.initial_NVKE
+        initial = history and history.initial_NVKE
         return gated_delta_states(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, rows, program=program)[0]
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     with torch.no_grad():
@@ -140,10 +135,13 @@ def gated_delta_states(
     `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
     """
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
-    states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
+    provider, states = (
+        _provider(q_RHK, v_RVE, program),
+        (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2]),
+    )
     if initial_NVKE is not None and initial_NVKE.shape != states:
         raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
-    return _GatedDelta.apply(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
+    return _GatedDelta.apply(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:

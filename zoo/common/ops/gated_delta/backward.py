@@ -8,6 +8,7 @@ U = T R, R = beta (v - exp(G) k H); O = s (exp(G) q H + P U), P_ij = D_ij (q_i .
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +63,18 @@ class ChunkGrid:
         return self.first_N + (self.count_N - 1).clamp(max=step), step < self.count_N
 
 
+class Scans(Protocol):
+    """The two passes over a document's chunks, [C, V, ...] in the order of `ChunkGrid`; states are [N, V, K, E]."""
+
+    def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """H at each chunk's start, [C, V, K, E], and u = own - w H; then H' = exp(G_63) H + leave^T u."""
+
+    def gradients(
+        self, w: Tensor, leave: Tensor, decay: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of u, of H' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
+
+
 def gated_delta_backward(
     grad_RVE: Tensor,
     grad_final_NVKE: Tensor | None,
@@ -72,8 +85,12 @@ def gated_delta_backward(
     beta_RV: Tensor,
     initial_NVKE: Tensor | None,
     rows: Rows,
+    scans: Scans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none)."""
+    """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none).
+
+    `scans` runs the two scans; by default a loop over chunks that takes all documents at once.
+    """
     exact, (key_heads, key_dim), (heads, value_dim) = (
         torch.promote_types(q_RHK.dtype, torch.float32),
         q_RHK.shape[1:],
@@ -91,7 +108,7 @@ def gated_delta_backward(
         by_key, by_value = slice(first, first + block), slice(first * repeat, (first + block) * repeat)
         q, k = (grid.gather(t[:, by_key], exact).repeat_interleave(repeat, 1) for t in (q_RHK, k_RHK))
         v, g, beta, grad = (grid.gather(t[:, by_value], exact) for t in (v_RVE, log_decay_RV, beta_RV, grad_RVE))
-        found = _heads(grid, q, k, v, g, beta, grad, initial[:, by_value], grad_final[:, by_value])
+        found = _heads(scans or ChunkLoop(grid), q, k, v, g, beta, grad, initial[:, by_value], grad_final[:, by_value])
         parts.append((*(grid.scatter(t, rows.count) for t in found[:5]), found[5]))
     grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial = (torch.cat(t, 1) for t in zip(*parts))
     grad_q, grad_k = (t.unflatten(1, (key_heads, repeat)).sum(2) for t in (grad_q, grad_k))
@@ -106,7 +123,7 @@ def gated_delta_backward(
 
 
 def _heads(
-    grid: ChunkGrid, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
+    scans: Scans, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, ...]:
     """All chunks of some heads: operands [C, V, 64, ...], states [N, V, K, E]."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
@@ -119,11 +136,11 @@ def _heads(
     a = kept * beta_1
     both = torch.linalg.solve_triangular(a, torch.cat([beta_1 * rise * k, beta_1 * v], -1), upper=False, unitriangular=True)
     w, own = both.split([k.shape[-1], v.shape[-1]], -1)
-    start, u = _states(grid, w, own, leave, closing, initial)
+    start, u = scans.states(w, own, leave, decay, initial)
 
     grad = grad * q.shape[-1] ** -0.5
     p = q @ k.mT * fade
-    grad_u, grad_next, grad_initial = _state_gradients(grid, w, leave, closing, p.mT @ grad, (rise * q).mT @ grad, grad_final)
+    grad_u, grad_next, grad_initial = scans.gradients(w, leave, decay, p.mT @ grad, (rise * q).mT @ grad, grad_final)
     grad_r = torch.linalg.solve_triangular(a.mT, grad_u, upper=True, unitriangular=True)
     grad_a = -(grad_r @ u.mT).tril(-1)
     grad_p = (grad @ u.mT).tril()
@@ -142,32 +159,37 @@ def _heads(
     return grad_q, grad_k, beta_1 * grad_r, grad_g, grad_beta, grad_initial
 
 
-def _states(grid: ChunkGrid, w: Tensor, own: Tensor, leave: Tensor, closing: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Each chunk's start [C, V, K, E] and u [C, V, 64, E]."""
-    start = initial.new_zeros(w.shape[0], *initial.shape[1:])
-    u, state = torch.zeros_like(own), initial
-    for step in range(grid.steps):
-        chunk, has = grid.at(step)
-        # a document that has no such chunk writes its last one again, with the same bytes
-        start[chunk] = state = torch.where(has[:, None, None, None], state, start[chunk])
-        u[chunk] = news = own[chunk] - w[chunk] @ state
-        state = closing[chunk] * state + leave[chunk].mT @ news
-    return start, u
+@dataclass(frozen=True)
+class ChunkLoop:
+    """`Scans` as a loop over the chunks' numbers: each step takes that chunk of every document that has it."""
 
+    grid: ChunkGrid
 
-def _state_gradients(
-    grid: ChunkGrid, w: Tensor, leave: Tensor, closing: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of u, of the state after each chunk, of the initial state. An unfinished chunk hands its state on as it is."""
-    grad_next, grad_u = torch.zeros_like(own_start), torch.zeros_like(own_u)
-    state = grad_final
-    for step in reversed(range(grid.steps)):
-        chunk, has = grid.at(step)
-        has, unfinished = (t[:, None, None, None] for t in (has, (step == grid.count_N - 1) & ~grid.whole_N))
-        after = torch.where(unfinished, 0.0, state)
-        news = own_u[chunk] + leave[chunk] @ after
-        before = closing[chunk] * after + own_start[chunk] - w[chunk].mT @ news + torch.where(unfinished, state, 0.0)
-        # documents without this chunk are still at their end: what they write here is written again later
-        grad_next[chunk], grad_u[chunk] = after, news
-        state = torch.where(has, before, state)
-    return grad_u, grad_next, state
+    def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        closing = torch.exp(decay[..., -1:])[..., None]
+        start, u = initial.new_zeros(w.shape[0], *initial.shape[1:]), torch.zeros_like(own)
+        state = initial
+        for step in range(self.grid.steps):
+            chunk, has = self.grid.at(step)
+            # a document that has no such chunk writes its last one again, with the same bytes
+            start[chunk] = state = torch.where(has[:, None, None, None], state, start[chunk])
+            u[chunk] = news = own[chunk] - w[chunk] @ state
+            state = closing[chunk] * state + leave[chunk].mT @ news
+        return start, u
+
+    def gradients(
+        self, w: Tensor, leave: Tensor, decay: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        closing = torch.exp(decay[..., -1:])[..., None]
+        grad_next, grad_u, state = torch.zeros_like(own_start), torch.zeros_like(own_u), grad_final
+        for step in reversed(range(self.grid.steps)):
+            chunk, has = self.grid.at(step)
+            unfinished = (step == self.grid.count_N - 1) & ~self.grid.whole_N
+            has, unfinished = has[:, None, None, None], unfinished[:, None, None, None]
+            after = torch.where(unfinished, 0.0, state)
+            news = own_u[chunk] + leave[chunk] @ after
+            before = closing[chunk] * after + own_start[chunk] - w[chunk].mT @ news + torch.where(unfinished, state, 0.0)
+            # documents without this chunk are still at their end: what they write here is written again later
+            grad_next[chunk], grad_u[chunk] = after, news
+            state = torch.where(has, before, state)
+        return grad_u, grad_next, state

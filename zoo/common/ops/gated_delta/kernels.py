@@ -324,6 +324,15 @@ def _heads_contiguous(x_RHK: Tensor) -> Tensor:
     return x_RHK if x_RHK.stride()[1:] == (x_RHK.shape[2], 1) else x_RHK.contiguous()
 
 
+def plan(rows: Rows) -> tuple[Tensor, Tensor]:
+    """`_plan`'s tables, [C, 4] and [N, 2]; C is the most chunks that so many rows and sequences can touch."""
+    sequences = rows.starts_N1.shape[0] - 1
+    chunks, integers = rows.count // CHUNK + 2 * sequences, {"dtype": torch.int32, "device": rows.starts_N1.device}
+    chunk, sequence = torch.empty(chunks, 4, **integers), torch.empty(sequences, 2, **integers)
+    _plan[(chunks,)](rows.starts_N1, rows.lengths_N, chunk, sequence, sequences, BLOCK=triton.next_power_of_2(sequences))
+    return chunk, sequence
+
+
 def _by_chunks(
     q: Tensor,
     k: Tensor,
@@ -337,12 +346,10 @@ def _by_chunks(
 ) -> Tensor:
     q, k, v = (_heads_contiguous(t) for t in (q, k, v))
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
-    (count, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     sequences, repeat, cached = rows.starts_N1.shape[0] - 1, heads // key_heads, state is not None
-    chunks = count // CHUNK + 2 * sequences
-    integers, exact = {"dtype": torch.int32, "device": q.device}, {"dtype": torch.float32, "device": q.device}
-    chunk, sequence = torch.empty(chunks, 4, **integers), torch.empty(sequences, 2, **integers)
-    _plan[(chunks,)](rows.starts_N1, rows.lengths_N, chunk, sequence, sequences, BLOCK=triton.next_power_of_2(sequences))
+    chunk, sequence = plan(rows)
+    chunks, exact = chunk.shape[0], {"dtype": torch.float32, "device": q.device}
     decay = torch.empty(chunks, heads, CHUNK, **exact)
     w, leave = (k.new_empty(chunks, heads, CHUNK, key_dim) for _ in range(2))
     own, u = torch.empty(chunks, heads, CHUNK, value_dim, **exact), v.new_empty(chunks, heads, CHUNK, value_dim)

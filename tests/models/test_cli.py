@@ -1,0 +1,202 @@
+"""The command line: what it writes, how it exits, and one sentence for whatever the user got wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from weights_tools.make_tiny import make_tiny
+from zoo import load
+from zoo.cli import main
+from zoo.common import ops
+from zoo.common.ops.contract import Provider, choices_changed
+from zoo.common.ops.linear.reference import linear
+from zoo.verify.audit import audit, findings_in
+from zoo.verify.run import lengths_of, rungs_of
+
+Cli = Callable[..., int]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
+    def call(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["zoo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return 0 if code is None else int(code)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("checkpoint") / "tiny", layers=2)
+
+
+class _Page(HTMLParser):
+    """Counts tags and whatever would be fetched from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset")]
+
+
+def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page = tmp_path / "ladder.json", tmp_path / "ladder.html"
+    arguments = ("--device", "cpu", "--rungs", "1,3-4", "--lengths", "1,20,66", "--json", out, "--report", page)
+    assert cli("verify", "qwen3", "--checkpoint", checkpoint, *arguments) == 0
+    fields = json.loads(out.read_text())
+    assert list(fields) == ["arch", "device", "fingerprint", "rungs", "not_run", "first_divergence"]
+    assert fields["arch"] == "qwen3" and fields["first_divergence"] is None
+    assert {row["rung"] for row in fields["rungs"]} == {1, 3, 4}
+    for row in fields["rungs"]:
+        assert set(row) == {"rung", "what", "compared", "compared_bytes", "differing", "k3", "ok"}
+        assert row["ok"] is True and row["differing"] == 0 and row["compared_bytes"] > row["compared"] > 0
+    assert [set(line) for line in fields["not_run"]] == [{"rung", "what", "reason"}]
+    assert "none differs" in capsys.readouterr().out
+    text = page.read_text()
+    found = _Page(text)
+    assert not found.outside and "http" not in text
+    assert found.tags.count("section") == 4 and found.tags.count("rect") == 3 * 66
+
+
+def test_an_empty_run_exits_1(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load(checkpoint, role="rl", device="cpu")
+    with torch.no_grad():
+        model.model.head.weight.zero_()
+    model.save_pretrained(tmp_path / "zero-head")
+    given = ("--checkpoint", tmp_path / "zero-head", "--device", "cpu", "--rungs", 3, "--lengths", "20,30")
+    assert cli("verify", "qwen3", *given) == 1
+    out = capsys.readouterr().out
+    assert "(empty:" in out and "0 bytes differ" in out
+
+
+def rows_dependent_linear(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
+    """A planted provider: one K order for few rows, another for many."""
+    return linear(x_RK, weight_NK, out_dtype, k_parts if x_RK.shape[0] > 16 else 2)
+
+
+def test_differing_bytes_exit_1_and_leave_a_reproduction(
+    cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contract = ops.CONTRACTS["linear"]
+    backward = "zoo.common.ops.linear.reference:linear_backward"
+    path = "tests.models.test_cli:rows_dependent_linear"
+    planted = Provider("rows_dependent", "reference", "cpu", path, backward, defining=True)
+    replace(contract, providers=(planted,))
+    choices_changed()
+    folder, out, page = tmp_path / "found", tmp_path / "ladder.json", tmp_path / "page.html"
+    given = ("--rungs", 3, "--lengths", "40,70", "--json", out, "--reproduction", folder, "--report", page)
+    try:
+        assert cli("verify", "qwen3", "--checkpoint", checkpoint, "--device", "cpu", *given) == 1
+    finally:
+        ops.CONTRACTS["linear"] = contract
+        choices_changed()
+    first = json.loads(out.read_text())["first_divergence"]
+    assert first["op"] == "linear" and first["layer"].startswith("model.layers.") and first["elements"] > 0
+    assert f"op linear, sequence {first['sequence']}" in capsys.readouterr().out
+    assert (folder / "reproduce.py").exists() and (folder / "tensors.safetensors").exists()
+    assert "First divergence" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("verify", "glm5"), "'glm5' is planned but not built yet"),
+        (("verify", "llama"), "unknown architecture 'llama'"),
+        (("verify", "qwen3", "--size", "9b"), "no size '9b'"),
+        (("verify", "qwen3", "--rungs", "6"), "the ladder has the rungs 1 to 5"),
+        (("verify", "qwen3", "--rungs", "x"), "must be like 3, 1,3 or 1-5"),
+        (("verify", "qwen3", "--lengths", "1,-2"), "--lengths '1,-2' must be whole numbers"),
+        (("verify", "qwen3", "--device", "tpu"), "--device 'tpu' must be cpu or cuda"),
+        (("verify", "qwen3", "--engine", "vllm"), "--engine 'vllm' must be embedded or sglang"),
+        (("verify", "qwen3", "--layout", "tp=2"), "--layout 'tp=2' is not supported yet"),
+        (("verify", "qwen3", "--json", "absent/folder/x.json"), "its folder does not exist"),
+        (("verify", "qwen3_moe", "--device", "cpu", "--checkpoint", "CHECKPOINT"), "is a 'qwen3' checkpoint, not 'qwen3_moe'"),
+        (("map", "deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
+        (("qualify", "--op", "conv9"), "there is no op 'conv9'"),
+        (("qualify", "--kernel", "a:b"), "--kernel needs --op"),
+        (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "No module named 'absent'"),
+        (("qualify", "--size", "8b"), "--size needs --arch"),
+        (("bench", "cakes"), "there is no benchmark 'cakes'"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    cli: Cli, checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert cli(*(str(checkpoint) if a == "CHECKPOINT" else a for a in arguments)) == 2
+    said = capsys.readouterr().err.strip()
+    assert sentence in said and said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+def test_rungs_and_lengths() -> None:
+    assert rungs_of("3") == (3,) and rungs_of("1,3") == (1, 3) and rungs_of("1-5") == (1, 2, 3, 4, 5) and rungs_of("4,1-2") == (1, 2, 4)
+    assert lengths_of("1, 63,300") == (1, 63, 300) and lengths_of(None) is None
+
+
+def test_map(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "map.json"
+    assert cli("map", "qwen3_moe", "--device", "cpu", "--json", out) == 0
+    fields = json.loads(out.read_text())
+    order = [call["call"] for call in fields["calls"]]
+    assert order[:5] == ["embed", "rms_norm", "linear", "norm_rope", "attention"]
+    attention = fields["calls"][4]["launched"]
+    assert "packed keys" in attention["training"] and "in pages of" in attention["prefill"] and attention["decode"].count("1 row")
+    contracts = fields["contracts"]
+    assert {"experts", "combine", "route", "log_prob"} <= set(contracts)
+    assert all(contract[part] for contract in contracts.values() for part in ("shapes", "rounds", "adds", "laws", "backward", "launch"))
+    assert "K ascending in one FP32 accumulator" in capsys.readouterr().out
+
+
+def test_qualify_on_a_cpu_has_nothing_to_admit(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("qualify", "--device", "cpu") == 0
+    assert "only the reference" in capsys.readouterr().out
+
+
+def test_generate(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made.json"
+    given = ("--prompt", "Guess the word", "--max-new-tokens", 4, "--ignore-eos", "--device", "cpu", "--json", out)
+    assert cli("generate", "--checkpoint", checkpoint, *given) == 0
+    assert capsys.readouterr().out.startswith("Guess the word")
+    made = json.loads(out.read_text())["generations"]
+    assert len(made) == 1 and len(made[0]["completion"]["output_ids"]) == 4
+
+
+def test_audit_of_the_package(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli("audit")
+    files, found = audit()
+    assert files > 8 and code == bool(found), found
+    assert f"{files} files scanned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("y = a @ b", 1),
+        ("y = torch.exp(x)", 1),
+        ("y_RD = x_RD * 2", 1),
+        ("y = self.weight.rsqrt()", 1),
+        ("y = x_RD.mean(-1)", 1),
+        ("y = self.norm(x_RD)", 0),
+        ("y = ops.linear(x_RD, w_NK)", 0),
+        ("slot_R = page_R * page_size + positions_R % page_size", 0),
+        ("y = a + 1", 0),
+    ],
+)
+def test_audit_sees_a_planted_number(source: str, count: int) -> None:
+    assert len(list(findings_in(source))) == count

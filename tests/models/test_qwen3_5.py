@@ -1,0 +1,583 @@
+"""Whole Qwen3.5 models: every way to push the same tokens gives the same bytes and leaves the same state, each with a fault caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.delta_memory import CARRY, CHUNK
+from zoo.common.ops.contract import Contract
+from zoo.common.rows import Rows
+from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
+from zoo.testing import LawBroken, Plan, assert_same_bytes, split_plans
+
+SMALL = replace(
+    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rotated=8, key_heads=1, value_heads=2,
+    key_dim=16, value_dim=16, inner=64, vocabulary=300,
+)  # fmt: skip
+CONFIGS: dict[str, Qwen35Config] = {
+    "dense": SIZES["tiny"],
+    "moe": MOE_SIZES["tiny"],
+    "small": SMALL,
+    "tied": replace(SMALL, tied=True),
+    # sums over 1024 and more, whose order BF16 rounding does not hide
+    "wide": replace(SMALL, hidden=1024, inner=1056),
+    "full layer first, three values a key": replace(SMALL, layers=3, full=(True, False, False), key_heads=2, value_heads=6, value_dim=32),
+    "five experts": replace(
+        MOE_SIZES["tiny"], layers=2, full=(False, True), hidden=64, experts=5, experts_per_token=3, expert_inner=24, shared_inner=40
+    ),
+}
+LENGTHS = (70, 1, 65)
+EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)
+SEED = {"seed": 1, "device": "cpu"}
+
+
+def fresh(name: str) -> Qwen35ForRL:
+    return Qwen35ForRL.from_config(CONFIGS[name], **SEED)
+
+
+@cache
+def trainer(name: str) -> Qwen35ForRL:
+    return fresh(name)
+
+
+def server(name: str) -> Qwen35ForServing:
+    return Qwen35ForServing.from_config(CONFIGS[name], **SEED)
+
+
+def documents_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    random = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(CONFIGS[name].vocabulary, (n,), generator=random) for n in lengths]
+
+
+def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.cat(documents), torch.tensor([0, *[len(d) for d in documents]]).cumsum(0)
+
+
+def targets_of(document: Tensor) -> Tensor:
+    return torch.cat([document[1:], document[:1]])
+
+
+def scores(model: Qwen35ForRL, documents: list[Tensor]) -> list[Tensor]:
+    ids, starts = packed(documents)
+    with torch.no_grad():
+        scored = model.score(ids, starts, torch.cat([targets_of(d) for d in documents]))
+    return list(scored.split([len(d) for d in documents]))
+
+
+class Session:
+    """Sequences behind shuffled pages and slots of a memory whose dead bytes are NaN."""
+
+    def __init__(self, model: Qwen35ForServing, documents: list[Tensor], page_size: int = 16, spare: int = 3) -> None:
+        self.model, self.documents, count = model, documents, len(documents)
+        needed = [-(-len(d) // page_size) for d in documents]
+        self.memory = memory = model.new_memory(sum(needed) + 3, page_size, slots=count + spare)
+        for pool in (memory.paged.k_LPSGE, memory.paged.v_LPSGE, *memory.delta.pools.values(), memory.delta.carry_LSWC):
+            pool.fill_(torch.nan)
+        pages = iter((torch.randperm(sum(needed)) + 2).tolist())
+        self.pages = [[next(pages) for _ in range(n)] for n in needed]
+        self.slots = (torch.randperm(count + spare)[:count] + 1).tolist()
+        memory.clear([0, *[page for held in self.pages for page in held]], [0, *self.slots])
+        self.done, self.found = [0] * count, [[] for _ in documents]
+        self.blocks = max(needed)
+
+    def push(self, step: tuple[int, ...]) -> None:
+        """step[n] more rows of document n."""
+        active = [n for n, count in enumerate(step) if count]
+        cuts = [slice(self.done[n], self.done[n] + step[n]) for n in active]
+        table = self.memory.table([self.pages[n] for n in active], [self.slots[n] for n in active], self.blocks)
+        rows = Rows.pushed([step[n] for n in active], [self.done[n] for n in active], "cpu")
+        ids = torch.cat([self.documents[n][cut] for n, cut in zip(active, cuts)])
+        wanted = torch.cat([targets_of(self.documents[n])[cut] for n, cut in zip(active, cuts)])
+        log_prob = self.model.log_prob(self.model.prefill(ids, rows, self.memory, table), wanted)
+        for n, part in zip(active, log_prob.split([step[n] for n in active])):
+            self.found[n].append(part)
+            self.done[n] += step[n]
+
+    def scores(self) -> list[Tensor]:
+        return [torch.cat(parts) for parts in self.found]
+
+    def written(self, n: int) -> dict[str, Tensor]:
+        return self.memory.written(self.pages[n], self.done[n], self.slots[n])
+
+
+def pushed(model: Qwen35ForServing, documents: list[Tensor], plan: Plan, page_size: int = 16) -> tuple[list[Tensor], Any]:
+    """Log-probabilities of each document, and the cached bytes after every push: (document, tokens) -> bytes."""
+    session, seen = Session(model, documents, page_size), {}
+    for step in plan:
+        session.push(step)
+        seen |= {(n, session.done[n]): session.written(n) for n, count in enumerate(step) if count}
+    return session.scores(), seen
+
+
+def assert_same_states(seen: Any, other: Any, what: str) -> None:
+    """At every token boundary that both ways stopped at."""
+    common = sorted(seen.keys() & other.keys())
+    assert common, what
+    for at in common:
+        assert_same_bytes(seen[at], other[at], f"{what}, document {at[0]} after {at[1]} tokens")
+
+
+def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> dict[int, dict[str, Tensor]]:
+    """What a server would hold after so many tokens, from what training's ops were given."""
+    seen: dict[str, list[Any]] = {"gated_delta": [], "causal_conv": [], "attention": []}
+
+    def keep(contract: Contract, call: dict[str, Any], result: Any) -> None:
+        if contract.name in seen:
+            seen[contract.name].append(call["args"])
+
+    with torch.no_grad(), ops.watch(keep):
+        model.score(*packed([document]))
+    out = {}
+    for length in lengths:
+        first = length // CHUNK * CHUNK
+        start = []
+        for operands in seen["gated_delta"]:
+            shape = (1, model.config.value_heads, model.config.key_dim, model.config.value_dim)
+            state = torch.zeros(shape)
+            if first:
+                whole = Rows.packed(torch.tensor([0, first]))
+                state = ops.gated_delta_states(*(t[:first] for t in operands[:5]), None, whole, program=model.program)[1]
+            start.append(state[0])
+        rows = {  # of the live chunk, heads first
+            f"delta_{name}": torch.stack([operands[i][first:length].transpose(0, 1) for operands in seen["gated_delta"]])
+            for i, name in ((1, "k"), (2, "v"), (4, "beta"))
+        }
+        before = [torch.cat([torch.zeros_like(x[:CARRY]), x[:length]])[-CARRY:] for x, *_ in seen["causal_conv"]]
+        out[length] = {
+            **rows,
+            "delta_start": torch.stack(start),
+            "delta_image": torch.stack(start).to(model.program.torch_dtype),
+            "delta_carry": torch.stack(before),
+            "k": torch.stack([history.k[:length] for _, history, *_ in seen["attention"]]),
+            "v": torch.stack([history.v[:length] for _, history, *_ in seen["attention"]]),
+        }
+    return out
+
+
+class TestWaysToPush:
+    """Alone, packed, whole, in chunks, a row at a time, in training."""
+
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_decode_is_prefill_is_training(self, name: str) -> None:
+        documents, model, plans = documents_of(name), server(name), split_plans(LENGTHS, edges=(16, CHUNK))
+        trained = scores(trainer(name), documents)
+        found, stepped = pushed(model, documents, plans["a row at a time"])
+        assert_same_bytes(found, trained, "a row at a time")
+        chosen = ("whole", "in pieces of 7", "cut at 64", "cut at 63", "cut at 65", "one sequence after another", "at random")
+        for plan in chosen if name == "small" else chosen[:3]:
+            found, seen = pushed(model, documents, plans[plan])
+            assert_same_bytes(found, trained, plan)
+            assert_same_states(seen, stepped, plan)
+
+    def test_at_every_edge_of_a_chunk(self) -> None:
+        documents, plans = documents_of("small", EDGES), split_plans(EDGES, edges=(CHUNK,))
+        trained = scores(trainer("small"), documents)
+        found, stepped = pushed(server("small"), documents, plans["a row at a time"])
+        assert_same_bytes(found, trained)
+        for plan in ("whole", "in pieces of 63", "in pieces of 64", "in pieces of 65", "at random"):
+            found, seen = pushed(server("small"), documents, plans[plan])
+            assert_same_bytes(found, trained, plan)
+            assert_same_states(seen, stepped, plan)
+
+    @pytest.mark.parametrize("name", ["dense", "moe"])
+    def test_long_documents_and_what_training_would_cache(self, name: str) -> None:
+        """593 and 1000 tokens: prefilled in chunks that cut anywhere, decoded across a chunk's end; segments of keys end at 256."""
+        documents = documents_of(name, (593, 1000))
+        steps = ((17, 300), (400, 340), (156, 315), *[(1, 1)] * 10, (10, 35))
+        found, seen = pushed(server(name), documents, steps, 32)
+        assert_same_bytes(found, scores(trainer(name), documents))
+        for n, document in enumerate(documents):
+            states = trained_states(trainer(name), document, [length for m, length in seen if m == n])
+            for length, state in states.items():
+                held = seen[n, length]
+                assert set(held) - set(state) == {"delta_u", "delta_decay", "delta_inverse"}
+                assert_same_bytes({key: held[key] for key in state}, state, f"{length} tokens")
+                assert length < CHUNK or state["delta_start"].abs().max() > 1e-3
+            with pytest.raises(LawBroken):  # the control: a state of one token less
+                assert_same_bytes({key: seen[n, length][key] for key in state}, trained_states(trainer(name), document, [length - 1])[length - 1])
+
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_alone_is_packed(self, name: str) -> None:
+        documents = documents_of(name)
+        together = scores(trainer(name), documents)
+        for document, expected in zip(documents, together):
+            assert_same_bytes(scores(trainer(name), [document])[0], expected)
+        assert_same_bytes(scores(trainer(name), documents[::-1])[::-1], together)
+        assert_same_bytes(scores(trainer(name), [documents[2], *documents])[1:], together)
+        merged = scores(trainer(name), [torch.cat(documents)])[0].split(LENGTHS)
+        assert_same_bytes(merged[0][:-1], together[0][:-1])
+        with pytest.raises(LawBroken):  # the control: documents that read each other
+            assert_same_bytes(merged[2][:-1], together[2][:-1])
+
+    @pytest.mark.parametrize("config", [SMALL, CONFIGS["five experts"]], ids=["dense", "moe"])
+    def test_the_transformers_program_keeps_rows_and_splits(self, config: Qwen35Config) -> None:
+        names = {**SEED, "program": "transformers"}
+        model, serving = Qwen35ForRL.from_config(config, **names), Qwen35ForServing.from_config(config, **names)
+        documents = documents_of("small")
+        together = scores(model, documents)
+        for i, expected in enumerate(together):
+            assert_same_bytes(scores(model, [documents[i]])[0], expected)
+        plans = split_plans(LENGTHS, edges=(16,))
+        for plan in ("whole", "a row at a time"):
+            assert_same_bytes(pushed(serving, documents, plans[plan])[0], together, plan)
+        with pytest.raises(LawBroken):  # the control: another program is another arithmetic
+            assert_same_bytes(scores(trainer("small"), documents), together)
+
+    @pytest.mark.parametrize("name", ["small", "five experts"])
+    def test_a_prompt_token_matters_to_what_follows_and_to_nothing_before(self, name: str) -> None:
+        document = documents_of(name)[0]
+        changed = document.clone()
+        changed[11] = (changed[11] + 1) % CONFIGS[name].vocabulary
+        before, after = scores(trainer(name), [document])[0], scores(trainer(name), [changed])[0]
+        assert_same_bytes(after[:10], before[:10])
+        assert (after[11:-1] != before[11:-1]).float().mean() > 0.95
+
+
+# faults, each in the server alone
+
+
+class ForgetsItsCarry(Qwen35ForServing):
+    """The convolution begins anew with every push."""
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
+        memory.delta.carry_LSWC.zero_()
+        return super().hidden_rows(ids_R, rows, memory, page_table_NB)
+
+
+class TwoSlotsSwapped(Qwen35ForServing):
+    """Every push but the first finds its state in the neighbour's slot."""
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
+        if rows.max_length > rows.max_rows:
+            page_table_NB = torch.cat([page_table_NB[:, :1].flip(0), page_table_NB[:, 1:]], 1)
+        return super().hidden_rows(ids_R, rows, memory, page_table_NB)
+
+
+class GridFromThePush(Qwen35ForServing):
+    """Chunks lie on the grid of what is pushed: the recurrent layers are told that a prompt's second part is a new document."""
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
+        layers, counts = memory.view(page_table_NB), (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
+        anew = Rows.pushed(counts, None, "cpu")
+        residual_RD, branch_RD = self.model.embed(ids_R), None
+        for layer, held, full in zip(self.model.layers, layers, self.config.full, strict=True):
+            residual_RD, branch_RD = layer(residual_RD, branch_RD, rows if full else anew, held, self.model.rotary)
+        return self.model.norm(residual_RD, branch_RD)[0]
+
+
+def rounded_decay(model: Qwen35ForServing) -> None:
+    """A_log as a BF16 load in transformers has it."""
+    with torch.no_grad():
+        a_log = model.model.layers[0].mixer.a_log
+        a_log.copy_(a_log.bfloat16())
+
+
+@pytest.mark.parametrize("fault", [ForgetsItsCarry, TwoSlotsSwapped, GridFromThePush])
+def test_a_planted_fault_is_caught(fault: type[Qwen35ForServing]) -> None:
+    documents, plan = documents_of("small", (70, 70)), ((33, 33), (37, 37))
+    model = server("small")
+    assert_same_bytes(pushed(model, documents, plan)[0], scores(trainer("small"), documents))
+    model.__class__ = fault
+    with pytest.raises(LawBroken):
+        assert_same_bytes(pushed(model, documents, plan)[0], scores(trainer("small"), documents))
+
+
+def test_a_rounded_decay_is_caught() -> None:
+    documents, model = documents_of("small"), server("small")
+    assert model.model.layers[0].mixer.a_log.dtype == torch.float32
+    rounded_decay(model)
+    with pytest.raises(LawBroken):
+        assert_same_bytes(pushed(model, documents, (LENGTHS,))[0], scores(trainer("small"), documents))
+
+
+class TestSlots:
+    @pytest.mark.parametrize("at", [30, 63, 64, 90])
+    def test_a_sequence_may_move_and_fork(self, at: int) -> None:
+        """Copied to another slot inside and at the end of a chunk; the copy goes on with its own tokens, the old slot becomes NaN."""
+        documents = documents_of("small", (131, 131))
+        documents[1][:at] = documents[0][:at]
+        session = Session(server("small"), documents)
+        session.push((at, 0))
+        session.memory.delta.copy(session.slots[0], session.slots[1])
+        for name in ("k_LPSGE", "v_LPSGE"):
+            pool = getattr(session.memory.paged, name)
+            pool[:, session.pages[1]] = pool[:, session.pages[0]]
+        session.done[1], session.found[1] = at, [session.found[0][0].clone()]
+        free = next(s for s in range(1, session.memory.slots + 1) if s not in session.slots)
+        session.memory.delta.copy(session.slots[0], free)
+        for pool in (*session.memory.delta.pools.values(), session.memory.delta.carry_LSWC):
+            pool[:, session.slots[0]] = torch.nan
+        session.slots[0] = free
+        while min(session.done) < 131:
+            session.push((1, 1))
+        trained = scores(trainer("small"), documents)
+        assert_same_bytes(session.scores()[0], trained[0])
+        assert_same_bytes(session.scores()[1][at:], trained[1][at:])
+        with pytest.raises(LawBroken):
+            assert_same_bytes(session.scores()[1][at:], trained[0][at:])
+
+    def test_a_snapshot_is_the_state(self) -> None:
+        documents = documents_of("small", (200, 200))
+        documents[1][:128] = documents[0][:128]
+        session = Session(server("small"), documents)
+        session.push((100, 0))
+        assert session.memory.snapshot(session.slots[0], 100) is None
+        session.push((28, 0))
+        snapshot = session.memory.snapshot(session.slots[0], 128)
+        assert snapshot is not None and snapshot.length == 128
+        session.push((72, 0))
+        for pool in (*session.memory.delta.pools.values(), session.memory.delta.carry_LSWC):
+            pool[:, session.slots[1]] = torch.nan
+        session.memory.restore(session.slots[1], snapshot)
+        session.pages[1][:8] = session.pages[0][:8]  # 128 tokens of 16 a page
+        session.done[1] = 128
+        session.push((0, 3))
+        while session.done[1] < 200:
+            session.push((0, 1))
+        trained = scores(trainer("small"), documents)
+        assert_same_bytes(session.scores()[1], trained[1][128:])
+        again = Session(server("small"), documents)
+        again.push((200, 200))
+        assert_same_bytes(again.written(1), session.written(1))
+        with pytest.raises(LawBroken):  # the control: the other document's end
+            assert_same_bytes(again.written(0), session.written(1))
+
+    def test_snapshots_are_bounded_and_counted(self) -> None:
+        memory = server("small").new_memory(4, 16, slots=2)
+        held = [memory.snapshot(1, 64) for _ in range(3)]
+        assert held[1] is not None and held[2] is None
+        del held[0]
+        assert memory.snapshot(1, 64) is not None
+        one = held[0].start_LVKE.nbytes + held[0].carry_LWC.nbytes
+        assert memory.nbytes == memory.paged.nbytes + memory.delta.nbytes + 2 * one
+        assert memory.delta.nbytes == sum(t.nbytes for t in (*memory.delta.pools.values(), memory.delta.carry_LSWC))
+
+    def test_reuse_lies_on_whole_pages_and_whole_chunks(self) -> None:
+        for page, stride in ((16, 64), (64, 64), (80, 320), (128, 128)):
+            memory = server("small").new_memory(2, page, slots=1)
+            assert [memory.reusable_length(n) for n in (stride - 1, stride, 3 * stride + 1)] == [0, stride, 3 * stride]
+
+    def test_page_size_follows_the_head(self) -> None:
+        assert server("small").new_memory(2, slots=1).page_size == 128
+        wide = replace(SMALL, head_dim=256, hidden=32)
+        assert Qwen35ForServing.from_config(wide, **SEED).new_memory(2, slots=1).page_size == 80
+
+
+EXTREMES: dict[str, tuple[list[float], list[float], float]] = {  # A_log and dt_bias by head, scale of b's rows
+    "decay near 1": ([-20.0, -12.0], [0.0, -3.0], 1.0),
+    "decay near 0": ([5.0, 3.0], [20.0, 8.0], 1.0),
+    "one head of each": ([-20.0, 5.0], [0.0, 20.0], 1.0),
+    "beta near 0 and 1": ([0.0, -1.0], [-3.0, -4.0], 60.0),
+    "keeps everything, beta near 0 and 1": ([-30.0, -30.0], [0.0, 0.0], 60.0),
+}
+
+
+def extreme(model: Any, kind: str) -> Any:
+    a_log, dt_bias, scale = EXTREMES[kind]
+    with torch.no_grad():
+        mixer = model.model.layers[0].mixer
+        mixer.a_log.copy_(torch.tensor(a_log))
+        mixer.dt_bias.copy_(torch.tensor(dt_bias))
+        heads = model.config.value_heads
+        mixer.qkvzba.weight[-2 * heads : -heads] *= scale
+    return model
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_extreme_gates(kind: str) -> None:
+    model, serving = extreme(fresh("small"), kind), extreme(server("small"), kind)
+    documents, reach = documents_of("small", (131, 66)), {}
+
+    def observe(contract: Contract, call: dict[str, Any], result: Any) -> None:
+        if contract.name == "delta_gate":
+            reach["decay"], reach["beta"] = result[0].exp(), result[1]
+
+    with ops.watch(observe):
+        trained = scores(model, documents)
+    if "decay near 1" in kind or "everything" in kind:
+        assert reach["decay"].min() > 0.9999
+    if "near 0" in kind and "decay" in kind:
+        assert reach["decay"].max() < 1e-4
+    if "beta" in kind:
+        assert reach["beta"].min() < 1e-6 and reach["beta"].max() == 1
+    assert torch.cat(trained).isfinite().all()
+    plans = split_plans((131, 66), edges=(CHUNK,))
+    found, stepped = pushed(serving, documents, plans["a row at a time"])
+    assert_same_bytes(found, trained)
+    found, seen = pushed(serving, documents, plans["in pieces of 7"])
+    assert_same_bytes(found, trained)
+    assert_same_states(seen, stepped, "in pieces of 7")
+    ids, starts = packed(documents)
+    (-model.score(ids, starts).mean()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(LawBroken):  # the control: the usual gates
+        assert_same_bytes(trained, scores(trainer("small"), documents))
+
+
+# autograd's modes
+
+
+def _other_under_grad(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A kernel picked by whether a gradient is wanted."""
+    return tuple(t * 1.01 if torch.is_grad_enabled() else t for t in output)
+
+
+def _other_in_recomputation(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A layer whose state moves on when it is run again inside the backward pass."""
+    return tuple(t * 1.01 if torch._C._current_graph_task_id() != -1 else t for t in output)
+
+
+def assert_modes_agree(model: Qwen35ForRL) -> None:
+    """Scores, and gradients where there are some, in every mode that must not matter."""
+    ids, starts = packed(documents_of("small"))
+
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        found = model.score(ids, starts)
+        (-found.mean()).backward()
+        return found, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with torch.no_grad():
+        expected = model.score(ids, starts)
+    with torch.inference_mode():
+        assert_same_bytes(model.score(ids, starts).clone(), expected, "inference mode")
+    plain = gradients()
+    assert_same_bytes(plain[0], expected, "with autograd")
+    assert_same_bytes(model.score(ids, starts), expected, "after backward")
+    model.gradient_checkpointing_enable()
+    assert_same_bytes(gradients(), plain, "checkpointed")
+    model.eval()
+    assert_same_bytes(gradients(), plain, "checkpointing, eval mode")
+    model.gradient_checkpointing_disable()
+    assert_same_bytes(gradients(), plain, "eval mode")
+    model.train()
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "tied"])
+def test_no_mode_matters(name: str) -> None:
+    assert_modes_agree(fresh(name))
+
+
+@pytest.mark.parametrize("fault", [_other_under_grad, _other_in_recomputation])
+def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
+    model = fresh("small")
+    model.model.layers[1].input_norm.register_forward_hook(fault)
+    with pytest.raises(LawBroken):
+        assert_modes_agree(model)
+
+
+class TestGradients:
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_every_parameter_gets_one(self, name: str) -> None:
+        model = fresh(name)
+        ids, starts = packed(documents_of(name, (200, 70)))
+        (-model.score(ids, starts).mean()).backward()
+        for parameter, p in model.named_parameters():
+            assert p.requires_grad and p.grad is not None and p.grad.dtype == p.dtype, parameter
+            assert p.grad.isfinite().all() and p.grad.any(), parameter
+            if p.dim() == 1:
+                assert (p.grad != 0).all(), parameter
+
+    def test_documents_do_not_mix(self) -> None:
+        """A document's tokens get no gradient from the other's scores, through neither kind of layer."""
+        model, half = fresh("small"), CONFIGS["small"].vocabulary // 2
+        first, second = (d % half for d in documents_of("small", (70, 66)))
+        ids, starts = packed([first, second + half])
+        for begin, end, own in ((0, 70, slice(0, half)), (70, 136, slice(half, None))):
+            model.zero_grad()
+            model.score(ids, starts)[begin:end].sum().backward()
+            grad = model.model.embed.weight.grad.clone()
+            assert grad[own].any()
+            grad[own] = 0
+            assert not grad.any()
+        model.zero_grad()  # the control: one document of both
+        model.score(ids, torch.tensor([0, 136]))[70:].sum().backward()
+        assert model.model.embed.weight.grad[:half].any()
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Rows that enter each op inside the block, by its contract's name."""
+    seen: Counter[str] = Counter()
+
+    def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:
+        seen[contract.name] += arguments["args"][0].shape[0]
+
+    with ops.watch(observe):
+        yield seen
+
+
+class TestRowsThatEnterEachOp:
+    RECURRENT: ClassVar[dict[str, int]] = dict.fromkeys(("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm"), 3)
+    CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through a tiny model of three layers and one
+        "dense": {
+            **RECURRENT, "embed": 1, "rms_norm": 9, "linear": 16, "norm_rope": 1, "attention": 1, "output_gate": 1, "swiglu": 4,
+        },
+        "moe": {
+            **RECURRENT, "embed": 1, "rms_norm": 9, "linear": 24, "norm_rope": 1, "attention": 1, "output_gate": 5, "swiglu": 4,
+            "route": 4, "experts": 4, "combine": 4,
+        },
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_decoding_pushes_one_row_per_token(self, name: str) -> None:
+        """Also on the row that closes a chunk."""
+        document, prompt, drawn = documents_of(name)[0], 60, 9
+        session = Session(server(name), [document])
+        with counted() as seen:
+            session.push((prompt,))
+        del seen["log_prob"]
+        assert seen == {op: calls * prompt for op, calls in self.CALLS[name].items()}
+        for _ in range(drawn):
+            with counted() as seen:
+                session.push((1,))
+            del seen["log_prob"]
+            assert seen == self.CALLS[name]
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_training_pushes_every_token_once(self, name: str) -> None:
+        ids, starts = packed(documents_of(name))
+        with counted() as seen:
+            trainer(name).score(ids, starts, entropy=True).log_prob_R.sum().backward()
+        trainer(name).zero_grad()
+        assert seen.pop("log_prob") == len(ids)
+        assert seen == {op: calls * len(ids) for op, calls in self.CALLS[name].items()}
+
+    def test_a_hidden_rerun_is_seen(self) -> None:
+        document = documents_of("dense")[0]
+        with counted() as seen:
+            for length in (60, 61):  # the chunk again for every token
+                Session(server("dense"), [document[:length]]).push((length,))
+        assert seen["gated_delta"] > self.CALLS["dense"]["gated_delta"] * 61
+
+
+def test_padded_is_packed() -> None:
+    documents = documents_of("small", (66, 3))
+    ids = torch.stack([documents[0], torch.cat([torch.full((63,), 5), documents[1]])])
+    mask = torch.ones_like(ids)
+    mask[1, :63] = 0
+    flat, starts = packed(documents)
+    out, expected = trainer("small")(ids, attention_mask=mask), trainer("small")(flat, cu_seqlens=starts)
+    assert_same_bytes(out.logits[mask.bool()], expected.logits)
+    with pytest.raises(LawBroken):  # the control: pads that are read
+        assert_same_bytes(trainer("small")(ids).logits[mask.bool()], expected.logits)
+
+
+def test_lengths_of_a_session_are_told_apart() -> None:
+    """The harness itself: a state of another token boundary is another state."""
+    documents = documents_of("small", (70,))
+    seen = pushed(server("small"), documents, ((63,), (1,), (6,)))[1]
+    for (a, b) in pairwise(seen.values()):
+        with pytest.raises(LawBroken):
+            assert_same_bytes(a, b)
