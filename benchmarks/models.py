@@ -1,7 +1,7 @@
 """`python -m benchmarks.models ARCH`: a whole model on the `aligned` program against the `unaligned` one.
 
-Same drivers, same parameters (one copy), same GPU, same run, turn by turn. A few documents are first scored, prefilled and decoded
-by CUDA graph: if those bytes differ, times are shown and no ratio is.
+Same drivers, same parameters (one copy), same GPU, same run, turn by turn. A few documents are first scored, prefilled and
+decoded by CUDA graph: if those bytes differ, times are shown and no ratio is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def switchable(names: Sequence[str]) -> list[str]:
 
 
 def shares(base_us: float, alone_us: Mapping[str, float], whole_us: float) -> list[dict[str, Any]]:
-    """Added microseconds per switched op, and each one's share of what all of them add together; the rest is their interaction."""
+    """Added microseconds per switched op, and its share of what all of them add; the rest is their interaction."""
     whole = whole_us - base_us
     out = [
         {"op": op, "added_us": us - base_us, "share": (us - base_us) / whole if whole else None} for op, us in alone_us.items()
@@ -158,7 +158,7 @@ def fill(memory: Any) -> None:
 
 
 def prove(bench: Bench, lengths: Sequence[int], tail: int = 4) -> tuple[int, int]:
-    """(compared, differing) log-probabilities: trainer against prefill, and against decode (by graph on a GPU) of the last tokens."""
+    """(compared, differing) log-probabilities: trainer against prefill, and against decode of the last tokens."""
     trainer = twin(bench.source, bench.trainer, bench.aligned).eval()
     server = twin(bench.source, bench.server, bench.aligned).eval()
     starts = torch.tensor([0, *lengths], device=bench.device).cumsum(0)
@@ -442,7 +442,8 @@ KEYS = ("batch", "context", "documents", "length", "checkpointing")
 def lines(rows: Sequence[dict[str, Any]]) -> str:
     body = [
         [
-            row["what"], " ".join(f"{key}={row[key]}" for key in KEYS if key in row), row.get("us"), row.get("rival_us"), row.get("ratio"),
+            row["what"], " ".join(f"{key}={row[key]}" for key in KEYS if key in row), row.get("us"), row.get("rival_us"),
+            row.get("ratio"),
             row.get("aligned_tokens_per_s"), row.get("aligned_peak_gib"), row.get("unaligned_peak_gib"),
             row.get("bytes", row.get("error", "")),
         ]
@@ -488,8 +489,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     given = parser().parse_args(argv)
     if given.engine == "sglang":  # a server of its own: its own program
-        left = [a for i, a in enumerate(argv) if a not in ("--engine", "sglang")]
-        return int(importlib.import_module("benchmarks.sglang").main(left) or 0)
+        layers = [] if given.layers is None else ["--layers", str(given.layers)]
+        out = [] if given.out is None else ["--json", str(given.out)]
+        passed = [given.arch, "--size", given.size, *layers, *out]
+        return int(importlib.import_module("benchmarks.sglang").main(passed) or 0)
     parts = given.what.split(",")
     try:
         unknown = [part for part in parts if part not in PARTS]

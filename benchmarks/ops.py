@@ -61,7 +61,8 @@ LINEARS = {
     },
     "qwen3-30b-a3b": {"qkv": (5120, 2048, False), "o": (2048, 4096, False), "router": (128, 2048, True)},
     "qwen3.5-35b-a3b": {
-        "qkvzba": (12352, 2048, False), "qkv": (9216, 2048, False), "out": (2048, 4096, False), "shared gate_up": (1024, 2048, False),
+        "qkvzba": (12352, 2048, False), "qkv": (9216, 2048, False), "out": (2048, 4096, False),
+        "shared gate_up": (1024, 2048, False),
         "shared down": (2048, 512, False), "router": (256, 2048, True), "shared gate": (1, 2048, True),
     },
     "qwen3.5-4b": {"qkvzba": (12352, 2560, False), "gate_up": (18432, 2560, False), "down": (2560, 9216, False)},
@@ -137,6 +138,10 @@ def _taken(value: Any, index: Tensor) -> Any:
     return tuple(_taken(v, index) for v in value) if isinstance(value, tuple) else value.index_select(0, index)
 
 
+def _by(function: Callable[..., Tensor], x: Tensor, weights: list[Tensor], kind: torch.dtype, parts: int) -> Call:
+    return lambda i: function(x, weights[i], kind, parts)
+
+
 def linear(place: Place, rows: int) -> Iterator[Work]:
     for model, shapes in LINEARS.items():
         for name, (n, k, wide) in shapes.items():
@@ -156,15 +161,27 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
             for provider in CONTRACTS["linear"].providers:
                 if provider.device != place.device.type or not provider.installed() or not provider.serves(n, k, parts):
                     continue
-                call = lambda i, f=provider.function("forward"), x=x, w=weights, kind=kind, parts=parts: f(x, w[i], kind, parts)  # noqa: E731
-                (ours if provider.byte_class == place.ours.byte_class("linear") else others)[provider.name] = call
+                group = ours if provider.byte_class == place.ours.byte_class("linear") else others
+                group[provider.name] = _by(provider.function("forward"), x, weights, kind, parts)
             yield Work(
-                "linear", f"{model} {name} {n}x{k}" + (" fp32" if wide else ""), rows, ours, others,
-                flops=2.0 * rows * n * k, nbytes=2.0 * n * k + 2.0 * rows * k + rows * n * kind.itemsize,
-                law=subset_law(lambda x=x, w=weights, run=run: run(x, w[0]), lambda i, x=x, w=weights, run=run: run(x[i], w[0]), rows, place.device),
-                exact=lambda x=x, w=weights: x[:64].double() @ w[0].double().T, picked=lambda out: out[:64], sets=sets,
+                "linear",
+                f"{model} {name} {n}x{k}" + (" fp32" if wide else ""),
+                rows,
+                ours,
+                others,
+                flops=2.0 * rows * n * k,
+                nbytes=2.0 * n * k + 2.0 * rows * k + rows * n * kind.itemsize,
+                law=subset_law(
+                    lambda x=x, w=weights, run=run: run(x, w[0]),
+                    lambda i, x=x, w=weights, run=run: run(x[i], w[0]),
+                    rows,
+                    place.device,
+                ),
+                exact=lambda x=x, w=weights: x[:64].double() @ w[0].double().T,
+                picked=lambda out: out[:64],
+                sets=sets,
                 targets=(Target("linear", (n, k, parts)),),
-            )  # fmt: skip
+            )
 
 
 def rms_norm(place: Place, rows: int) -> Iterator[Work]:
@@ -180,16 +197,25 @@ def rms_norm(place: Place, rows: int) -> Iterator[Work]:
             return total * (total.square().mean(1, keepdim=True) + EPS).rsqrt() * w.double()
 
         yield Work(
-            "rms_norm", f"{model} add, {width}", rows, {"aligned": lambda i, run=run, x=x, r=residual: run(x, r)},
+            "rms_norm",
+            f"{model} add, {width}",
+            rows,
+            {"aligned": lambda i, run=run, x=x, r=residual: run(x, r)},
             {
                 "compiled": lambda i, a=(x, residual, weight, EPS): rivals.compiled(rivals.add_rms_norm)(*a),
                 "compiled F.rms_norm": lambda i, a=(x, residual, weight, EPS): rivals.compiled(rivals.add_rms_norm_torch)(*a),
                 "triton sum": lambda i, a=(x, residual, weight, EPS): rivals.add_rms_norm_triton(*a),
             },
-            flops=0.0, nbytes=8.0 * rows * width,
-            law=subset_law(lambda run=run, x=x, r=residual: run(x, r), lambda i, run=run, x=x, r=residual: run(x[i], r[i]), rows, place.device),
+            flops=0.0,
+            nbytes=8.0 * rows * width,
+            law=subset_law(
+                lambda run=run, x=x, r=residual: run(x, r),
+                lambda i, run=run, x=x, r=residual: run(x[i], r[i]),
+                rows,
+                place.device,
+            ),
             exact=exact,
-        )  # fmt: skip
+        )
 
 
 def norm_rope(place: Place, rows: int) -> Iterator[Work]:
@@ -205,14 +231,27 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
             return ops.norm_rope(qkv, *w, turn, at, program=place.ours, **sizes)
 
         yield Work(
-            "norm_rope", f"{model} {heads}+{kv_heads} heads of {width}", rows, {"aligned": lambda i, run=run, a=(qkv, positions): run(*a)},
-            {"compiled": lambda i, a=(qkv, *weights, turn, positions, heads, kv_heads, EPS): rivals.compiled(rivals.norm_rope)(*a)},
-            flops=0.0, nbytes=4.0 * rows * (heads + kv_heads) * width,
-            law=subset_law(lambda run=run, a=(qkv, positions): run(*a), lambda i, run=run, a=(qkv, positions): run(a[0][i], a[1][i]), rows, place.device),
+            "norm_rope",
+            f"{model} {heads}+{kv_heads} heads of {width}",
+            rows,
+            {"aligned": lambda i, run=run, a=(qkv, positions): run(*a)},
+            {
+                "compiled": lambda i, a=(qkv, *weights, turn, positions, heads, kv_heads, EPS): rivals.compiled(rivals.norm_rope)(
+                    *a
+                )
+            },
+            flops=0.0,
+            nbytes=4.0 * rows * (heads + kv_heads) * width,
+            law=subset_law(
+                lambda run=run, a=(qkv, positions): run(*a),
+                lambda i, run=run, a=(qkv, positions): run(a[0][i], a[1][i]),
+                rows,
+                place.device,
+            ),
             exact=lambda a=(qkv, weights, turn, positions), s=(heads, kv_heads): rivals.norm_rope(
                 a[0].double(), a[1][0].double(), a[1][1].double(), a[2].double(), a[3], *s, EPS
             )[0],
-        )  # fmt: skip
+        )
 
 
 def rope(place: Place, rows: int) -> Iterator[Work]:
@@ -226,10 +265,15 @@ def rope(place: Place, rows: int) -> Iterator[Work]:
         return ops.rope(x, turn, at, program=place.ours)
 
     yield Work(
-        "rope", f"{x.shape[1]} heads of 128", rows, {"aligned": lambda i: run(x, positions)},
-        {"compiled": lambda i: rivals.compiled(rivals.rope)(x, turn, positions)}, flops=0.0, nbytes=4.0 * x.numel(),
+        "rope",
+        f"{x.shape[1]} heads of 128",
+        rows,
+        {"aligned": lambda i: run(x, positions)},
+        {"compiled": lambda i: rivals.compiled(rivals.rope)(x, turn, positions)},
+        flops=0.0,
+        nbytes=4.0 * x.numel(),
         law=subset_law(lambda: run(x, positions), lambda i: run(x[i], positions[i]), rows, place.device),
-    )  # fmt: skip
+    )
 
 
 def swiglu(place: Place, rows: int) -> Iterator[Work]:
@@ -244,10 +288,16 @@ def swiglu(place: Place, rows: int) -> Iterator[Work]:
             return gate / (1 + (-gate).exp()) * up
 
         yield Work(
-            "swiglu", f"{model} {x.shape[1]}", rows, {"aligned": lambda i, x=x: run(x)},
-            {"compiled": lambda i, x=x: rivals.compiled(rivals.swiglu)(x)}, flops=0.0, nbytes=3.0 * x.numel(),
-            law=subset_law(lambda x=x: run(x), lambda i, x=x: run(x[i]), rows, place.device), exact=exact,
-        )  # fmt: skip
+            "swiglu",
+            f"{model} {x.shape[1]}",
+            rows,
+            {"aligned": lambda i, x=x: run(x)},
+            {"compiled": lambda i, x=x: rivals.compiled(rivals.swiglu)(x)},
+            flops=0.0,
+            nbytes=3.0 * x.numel(),
+            law=subset_law(lambda x=x: run(x), lambda i, x=x: run(x[i]), rows, place.device),
+            exact=exact,
+        )
 
 
 def attention(place: Place, rows: int) -> Iterator[Work]:
@@ -297,12 +347,18 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
 
     theirs = place.theirs
     return Work(
-        "attention", f"{model} {heads}/{groups}x{width} decode at {context}", rows, {"aligned": lambda i: run(i, place.ours)},
+        "attention",
+        f"{model} {heads}/{groups}x{width} decode at {context}",
+        rows,
+        {"aligned": lambda i: run(i, place.ours)},
         {**({} if theirs is None else {"split-KV": lambda i: run(i, theirs)}), "SDPA": sdpa},
-        flops=4.0 * rows * context * heads * width, nbytes=4.0 * rows * context * groups * width,
+        flops=4.0 * rows * context * heads * width,
+        nbytes=4.0 * rows * context * groups * width,
         law=subset_law(lambda: run(0, place.ours), lambda index: run(0, place.ours, index), rows, place.device),
-        exact=exact, picked=lambda out: out[:4], sets=sets,
-    )  # fmt: skip
+        exact=exact,
+        picked=lambda out: out[:4],
+        sets=sets,
+    )
 
 
 def _prefill_attention(place: Place, model: str, heads: int, groups: int, width: int, rows: int) -> Work:
@@ -332,11 +388,18 @@ def _prefill_attention(place: Place, model: str, heads: int, groups: int, width:
 
     theirs = place.theirs
     return Work(
-        "attention", f"{model} {heads}/{groups}x{width} prefill", rows, {"aligned": lambda i: run(place.ours)},
+        "attention",
+        f"{model} {heads}/{groups}x{width} prefill",
+        rows,
+        {"aligned": lambda i: run(place.ours)},
         {**({} if theirs is None else {"FA4 in one pass": lambda i: run(theirs)}), "SDPA": lambda i: sdpa()},
-        flops=2.0 * rows * rows * heads * width, nbytes=4.0 * rows * (heads + groups) * width, law=law, exact=exact,
-        picked=lambda out: out[-1], eager=True,
-    )  # fmt: skip
+        flops=2.0 * rows * rows * heads * width,
+        nbytes=4.0 * rows * (heads + groups) * width,
+        law=law,
+        exact=exact,
+        picked=lambda out: out[-1],
+        eager=True,
+    )
 
 
 def experts(place: Place, rows: int) -> Iterator[Work]:
@@ -360,16 +423,24 @@ def experts(place: Place, rows: int) -> Iterator[Work]:
 
         theirs = place.theirs
         yield Work(
-            "experts", f"{model} {count}x{hidden}x{inner} top {top_k}", rows,
+            "experts",
+            f"{model} {count}x{hidden}x{inner} top {top_k}",
+            rows,
             {"aligned": lambda i, run=run, x=x, c=chosen: run(x, c[i], place.ours)},
             {} if theirs is None else {"torch._grouped_mm": lambda i, run=run, x=x, c=chosen, p=theirs: run(x, c[i], p)},
-            flops=6.0 * rows * top_k * hidden * inner, nbytes=6.0 * touched * hidden * inner + 2.0 * rows * hidden * (1 + top_k),
+            flops=6.0 * rows * top_k * hidden * inner,
+            nbytes=6.0 * touched * hidden * inner + 2.0 * rows * hidden * (1 + top_k),
             law=subset_law(
                 lambda run=run, x=x, c=chosen: run(x, c[0], place.ours),
-                lambda i, run=run, x=x, c=chosen: run(x[i], c[0][i], place.ours), rows, place.device,
+                lambda i, run=run, x=x, c=chosen: run(x[i], c[0][i], place.ours),
+                rows,
+                place.device,
             ),
-            exact=exact, picked=lambda out: out[:4], sets=sets, targets=(Target("experts", (count, hidden, inner)),),
-        )  # fmt: skip
+            exact=exact,
+            picked=lambda out: out[:4],
+            sets=sets,
+            targets=(Target("experts", (count, hidden, inner)),),
+        )
 
 
 def route(place: Place, rows: int) -> Iterator[Work]:
@@ -380,15 +451,19 @@ def route(place: Place, rows: int) -> Iterator[Work]:
             return ops.route(x, k, True, program=place.ours)
 
         yield Work(
-            "route", f"{model} top {top_k} of {count}", rows, {"aligned": lambda i, run=run, x=logits: run(x)},
+            "route",
+            f"{model} top {top_k} of {count}",
+            rows,
+            {"aligned": lambda i, run=run, x=logits: run(x)},
             {
                 "compiled": lambda i, a=(logits, top_k): rivals.compiled(rivals.route)(*a),
                 "torch": lambda i, a=(logits, top_k): rivals.route(*a),
             },
-            flops=0.0, nbytes=4.0 * logits.numel(),
+            flops=0.0,
+            nbytes=4.0 * logits.numel(),
             law=subset_law(lambda run=run, x=logits: run(x), lambda i, run=run, x=logits: run(x[i]), rows, place.device),
             exact=lambda a=(logits, top_k): rivals.route(a[0].double(), a[1])[0],
-        )  # fmt: skip
+        )
 
 
 def combine(place: Place, rows: int) -> Iterator[Work]:
@@ -402,12 +477,18 @@ def combine(place: Place, rows: int) -> Iterator[Work]:
 
         whole = (slots, weights, chosen)
         yield Work(
-            "combine", f"{model} {top_k} of {hidden}", rows, {"aligned": lambda i, run=run, a=whole: run(*a)},
+            "combine",
+            f"{model} {top_k} of {hidden}",
+            rows,
+            {"aligned": lambda i, run=run, a=whole: run(*a)},
             {"compiled": lambda i, a=(slots, weights): rivals.compiled(rivals.combine)(*a)},
-            flops=0.0, nbytes=2.0 * rows * hidden * (top_k + 1),
-            law=subset_law(lambda run=run, a=whole: run(*a), lambda i, run=run, a=whole: run(*(t[i] for t in a)), rows, place.device),
+            flops=0.0,
+            nbytes=2.0 * rows * hidden * (top_k + 1),
+            law=subset_law(
+                lambda run=run, a=whole: run(*a), lambda i, run=run, a=whole: run(*(t[i] for t in a)), rows, place.device
+            ),
             exact=lambda a=whole: (a[0].double() * a[1].double()[..., None]).sum(1),
-        )  # fmt: skip
+        )
 
 
 def log_prob(place: Place, rows: int) -> Iterator[Work]:
@@ -424,16 +505,28 @@ def log_prob(place: Place, rows: int) -> Iterator[Work]:
 
         shapes = {min(vocabulary, 16384), vocabulary % 16384 or 16384}
         yield Work(
-            "log_prob", f"{model} {vocabulary}x{hidden}", rows, {"aligned": lambda i, run=run, a=(x, targets): run(*a)},
+            "log_prob",
+            f"{model} {vocabulary}x{hidden}",
+            rows,
+            {"aligned": lambda i, run=run, a=(x, targets): run(*a)},
             {
                 "torch": lambda i, a=(x, w, targets): rivals.log_prob(*a),
                 "compiled cross entropy": lambda i, a=(x, w, targets): rivals.log_prob_compiled(*a),
             },
-            flops=2.0 * rows * vocabulary * hidden, nbytes=2.0 * vocabulary * hidden,
-            law=subset_law(lambda run=run, a=(x, targets): run(*a), lambda i, run=run, a=(x, targets): run(a[0][i], a[1][i]), rows, place.device),
-            exact=lambda a=(x, w, targets): torch.log_softmax(a[0][:4].double() @ a[1].double().T, 1).gather(1, a[2][:4, None])[:, 0],
-            picked=lambda out: out[:4], targets=tuple(Target("linear", (n, hidden, 1)) for n in shapes),
-        )  # fmt: skip
+            flops=2.0 * rows * vocabulary * hidden,
+            nbytes=2.0 * vocabulary * hidden,
+            law=subset_law(
+                lambda run=run, a=(x, targets): run(*a),
+                lambda i, run=run, a=(x, targets): run(a[0][i], a[1][i]),
+                rows,
+                place.device,
+            ),
+            exact=lambda a=(x, w, targets): torch.log_softmax(a[0][:4].double() @ a[1].double().T, 1).gather(1, a[2][:4, None])[
+                :, 0
+            ],
+            picked=lambda out: out[:4],
+            targets=tuple(Target("linear", (n, hidden, 1)) for n in shapes),
+        )
 
 
 def sample(place: Place, rows: int) -> Iterator[Work]:
@@ -451,13 +544,20 @@ def sample(place: Place, rows: int) -> Iterator[Work]:
             "compiled gumbel": lambda i: rivals.compiled(rivals.gumbel)(logits, noise),
         }
         yield Work(
-            "sample", f"{logits.shape[1]} {name}", rows, {"aligned": lambda i, d=drawn: ops.sample(logits, d, place.ours)},
-            ordinary if name == "plain" else {}, flops=0.0, nbytes=4.0 * logits.numel(),
+            "sample",
+            f"{logits.shape[1]} {name}",
+            rows,
+            {"aligned": lambda i, d=drawn: ops.sample(logits, d, place.ours)},
+            ordinary if name == "plain" else {},
+            flops=0.0,
+            nbytes=4.0 * logits.numel(),
             law=subset_law(
                 lambda d=drawn: tuple(ops.sample(logits, d, place.ours)),
-                lambda i, d=drawn: tuple(ops.sample(logits[i], RowSampling(*(t[i] for t in d.tensors())), place.ours)), rows, place.device,
+                lambda i, d=drawn: tuple(ops.sample(logits[i], RowSampling(*(t[i] for t in d.tensors())), place.ours)),
+                rows,
+                place.device,
             ),
-        )  # fmt: skip
+        )
 
 
 def gated_delta(place: Place, rows: int) -> Iterator[Work]:
@@ -489,18 +589,30 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
                 fresh = DeltaMemory(1, len(index) + 1, *keys, 8, torch.bfloat16, place.device)
                 view = fresh.view(torch.arange(1, len(index) + 1, device=place.device))[0].state
                 mine = tuple(t[index.to(place.device)] for t in a)
-                outs.append([ops.gated_delta(*mine, view, Rows.pushed([1] * len(index), [j] * len(index), place.device), program=place.ours)[-1:]
-                             for j in range(CHUNK + 1)])  # fmt: skip
+                outs.append(
+                    [
+                        ops.gated_delta(
+                            *mine, view, Rows.pushed([1] * len(index), [j] * len(index), place.device), program=place.ours
+                        )[-1:]
+                        for j in range(CHUNK + 1)
+                    ]
+                )
             assert_same_bytes(outs[0], outs[1], f"row law, the last of {n} sequences over a chunk")
 
         yield Work(
-            "gated_delta", f"{name} decode", rows, {"aligned": run},
+            "gated_delta",
+            f"{name} decode",
+            rows,
+            {"aligned": run},
             {
                 "fla recurrent": lambda i, a=operands, s=state: rivals.fla_recurrent(*a, s),
                 "triton recurrent": lambda i, a=operands, s=state: rivals.recurrent_step(*a, s),
             },
-            flops=flops, nbytes=2 * state_bytes, law=law, sets=CHUNK,
-        )  # fmt: skip
+            flops=flops,
+            nbytes=2 * state_bytes,
+            law=law,
+            sets=CHUNK,
+        )
 
 
 def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops: float) -> Work:
@@ -516,10 +628,16 @@ def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops:
             assert_same_bytes(part, full[:length], f"row law, the first {length} of {rows} rows")
 
     return Work(
-        "gated_delta", f"{name} prefill", rows, {"aligned": lambda i: ops.gated_delta(*operands, None, whole, program=place.ours)},
-        {"fla chunk": lambda i: rivals.fla_chunk(*wide, *operands[2:])}, flops=flops, nbytes=float(sum(t.nbytes for t in operands)),
-        law=law, eager=True,
-    )  # fmt: skip
+        "gated_delta",
+        f"{name} prefill",
+        rows,
+        {"aligned": lambda i: ops.gated_delta(*operands, None, whole, program=place.ours)},
+        {"fla chunk": lambda i: rivals.fla_chunk(*wide, *operands[2:])},
+        flops=flops,
+        nbytes=float(sum(t.nbytes for t in operands)),
+        law=law,
+        eager=True,
+    )
 
 
 OPS: dict[str, Callable[[Place, int], Iterator[Work]]] = {

@@ -34,14 +34,14 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDT
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
-    total = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0) + tl.load(
-        residual_ptr + row * WIDTH + column, mask=mask, other=0.0
-    )
+    at = row * WIDTH + column
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    total = (x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(total_ptr.dtype.element_ty)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(total_ptr + row * WIDTH + column, total, mask=mask)
+    tl.store(out_ptr + at, (wide * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(total_ptr + at, total, mask=mask)
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -124,8 +124,8 @@ def gumbel(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _recurrent_step(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, scale, REPEAT: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr,
-    E: tl.constexpr, BLOCK: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, scale, REPEAT: tl.constexpr, VALUES: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i, e = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)

@@ -82,7 +82,6 @@ def trainer_of(model: ForRL, folder: str | Path, texts: list[str], work: str | P
         "logging_steps": 1,
         "save_strategy": "no",  # the checkpoint is saved by model.save_pretrained, under its published names
         "report_to": "none",
-        "bf16": False,  # no autocast: the program has its own dtypes
         "use_cpu": not torch.cuda.is_available(),
     }
     return AlignedSFTTrainer(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import admit, common, models, ops
+from benchmarks import admit, common, models, ops, rivals
+from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, UNALIGNED_CUDA, resolve
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
@@ -167,7 +168,8 @@ def test_ops_smoke_runs_and_is_labelled(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--size tiny --layers 1 --device cpu --smoke --what ladder,decode,score --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
+    size = "--size tiny --layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
+    arguments = f"{size} --what ladder,decode,score"
     assert models.main(["qwen3", *arguments.split()]) == 0
     out = capsys.readouterr().out
     assert "15 log-probabilities of trainer, prefill and decode compared, 0 differ" in out and "smoke run" in out
@@ -234,3 +236,21 @@ def test_targets_are_spelled_and_read_back() -> None:
     assert admit.parsed(admit.spelled(target)) == target
     with pytest.raises(ValueError, match="is not op:NxK"):
         admit.parsed("linear")
+
+
+def test_rivals_compute_what_our_ops_do() -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*shape).bfloat16() for shape in ((5, 48), (5, 48), (48,)))
+    expected = ours.add_rms_norm(x, residual, weight, 1e-6, program=ALIGNED)
+    for rival in (rivals.add_rms_norm, rivals.add_rms_norm_torch):
+        torch.testing.assert_close(rival(x, residual, weight, 1e-6), expected)
+    qkv, gain, positions = torch.randn(5, 8 * 128).bfloat16(), torch.rand(128).bfloat16(), torch.randint(64, (5,))
+    turn = ours.rope_table(64, 128, 1e6)
+    expected = ours.norm_rope(qkv, gain, gain, turn, positions, heads=4, kv_heads=2, eps=1e-6, program=ALIGNED)
+    torch.testing.assert_close(rivals.norm_rope(qkv, gain, gain, turn, positions, 4, 2, 1e-6), expected)
+    logits, gate_up = torch.randn(5, 16), torch.randn(5, 64).bfloat16()
+    torch.testing.assert_close(rivals.route(logits, 4), ours.route(logits, 4, True, program=ALIGNED))
+    torch.testing.assert_close(rivals.swiglu(gate_up), ours.swiglu(gate_up, program=ALIGNED), rtol=0.02, atol=0.02)
+    hidden, head, targets = torch.randn(5, 16), torch.randn(300, 16), torch.randint(300, (5,))
+    scored = ours.log_prob(hidden.bfloat16(), head.bfloat16(), targets, program=ALIGNED).log_prob_R
+    torch.testing.assert_close(rivals.log_prob(hidden.bfloat16(), head.bfloat16(), targets), scored, rtol=0.02, atol=0.05)

@@ -88,11 +88,12 @@ class TestSFTTrainer:
     def test_checkpointing_and_padding_do_not_matter(
         self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path
     ) -> None:
-        """Weights after three steps: recomputed or not, padded or packed without padding."""
+        """Weights after three steps: recomputed or not, padded or packed without padding, under TRL's default autocast."""
         ways: dict[str, dict[str, Any]] = {
             "plain": {"activation_checkpointing": False},
             "checkpointed": {"activation_checkpointing": True},
             "padding-free": {"activation_checkpointing": True, "padding_free": True, "max_length": None},
+            "mixed precision": {"activation_checkpointing": True, "bf16": True},
         }
         done = {name: self.trained(example, checkpoints("qwen3"), tmp_path / name, **way) for name, way in ways.items()}
         for name, (model, losses) in done.items():

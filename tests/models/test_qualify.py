@@ -93,7 +93,9 @@ def test_equal_bytes_are_admitted_and_run(store: Path) -> None:
     assert json.loads(store.read_text())["toolchain"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(("name", "why"), [("wrong_linear", "elements differ from reference"), ("broken_linear", "no kernel image")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("wrong_linear", "elements differ from reference"), ("broken_linear", "no kernel image")]
+)
 def test_other_bytes_are_refused(store: Path, name: str, why: str) -> None:
     with candidates(name):
         (verdict,) = qualify.qualify([TARGET], program=PROGRAM, rows=65)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
+from zoo.common.memory import PackedMemory
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
@@ -239,6 +240,29 @@ class TestModes:
             counts[checkpointing] = seen["attention"]
         assert counts == {False: 2 * len(ids), True: 4 * len(ids)}
 
+    @pytest.mark.parametrize("name", ["dense", "moe"])
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_autocast_does_not_matter(self, name: str, checkpointing: bool) -> None:
+        """Trainers turn mixed precision on by themselves; here the program names the dtypes."""
+        (ids, starts), model = packed(documents_of(name)), fresh(name)
+        model.gradient_checkpointing = checkpointing
+
+        def everything() -> Any:
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                out, scored = model(ids, cu_seqlens=starts, labels=ids), model.score(ids, starts)
+                logits = out.logits
+            (out.loss - scored.mean() + logits.mean()).backward()
+            return out.loss, scored, logits, {key: p.grad.clone() for key, p in model.named_parameters()}
+
+        enabled = False
+        expected = everything()
+        enabled = True
+        assert_same_bytes(everything(), expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LawBroken):  # the control: the loop behind the door
+            bare = model.hidden_rows(ids, Rows.packed(starts), PackedMemory())
+            assert_same_bytes(bare, model(ids, cu_seqlens=starts).hidden_states)
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_the_default_dtype_does_not_matter(self, dtype: torch.dtype) -> None:
         documents = documents_of("moe")
@@ -407,6 +431,7 @@ class TestForwardDoor:
         ids, starts = packed(documents_of("dense"))
         out = trainer("dense")(ids, cu_seqlens=starts, labels=torch.full_like(ids, -100), num_items_in_batch=5)
         assert out.loss.item() == 0.0
+        assert trainer("dense")(ids, cu_seqlens=starts, labels=torch.full_like(ids, -100)).loss.item() == 0.0
 
 
 class TestTiedEmbeddings:

@@ -138,17 +138,21 @@ def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> 
 
     with torch.no_grad(), ops.watch(keep):
         model.score(*packed([document]))
+    @cache
+    def states(first: int) -> list[Tensor]:
+        """Of every recurrent layer after whole chunks, each chunk by the op's own seam."""
+        if not first:
+            return [torch.zeros(model.config.value_heads, model.config.key_dim, model.config.value_dim) for _ in seen["gated_delta"]]
+        chunk, rows = slice(first - CHUNK, first), Rows.packed(torch.tensor([0, CHUNK]))
+        return [
+            ops.gated_delta_states(*(t[chunk] for t in operands[:5]), before[None], rows, program=model.program)[1][0]
+            for operands, before in zip(seen["gated_delta"], states(first - CHUNK))
+        ]
+
     out = {}
     for length in lengths:
         first = length // CHUNK * CHUNK
-        start = []
-        for operands in seen["gated_delta"]:
-            shape = (1, model.config.value_heads, model.config.key_dim, model.config.value_dim)
-            state = torch.zeros(shape)
-            if first:
-                whole = Rows.packed(torch.tensor([0, first]))
-                state = ops.gated_delta_states(*(t[:first] for t in operands[:5]), None, whole, program=model.program)[1]
-            start.append(state[0])
+        start = states(first)
         rows = {  # of the live chunk, heads first
             f"delta_{name}": torch.stack([operands[i][first:length].transpose(0, 1) for operands in seen["gated_delta"]])
             for i, name in ((1, "k"), (2, "v"), (4, "beta"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -212,6 +213,17 @@ class Pretrained(nn.Module):
         self.to_empty(device=device)
         self.requires_grad_(self.trainable)
         self.reset_buffers(device)
+
+
+def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Shuts autocast out of a model's method: the program alone names the dtypes, a trainer's mixed precision moves no byte."""
+
+    @functools.wraps(method)
+    def call(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 def draw_piece(

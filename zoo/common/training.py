@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 from zoo.common import ops
 from zoo.common.memory import PackedMemory
-from zoo.common.pretrained import Pretrained
+from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_cu_seqlens
 from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
 
@@ -49,17 +50,14 @@ class ModelOutput:
         return getattr(self, ("loss", "logits", "hidden_states")[key] if isinstance(key, int) else key)
 
 
+def _rebuilt(leaves: Iterable[Any], model: ForRL) -> ModelOutput:
+    loss, hidden, logits = leaves
+    return ModelOutput(loss, hidden, model, logits)
+
+
 # FSDP2 and DDP find the tensors whose gradients they wait for by flattening what a module returns
-register_pytree_node(
-    Scores,
-    lambda scores: (list(vars(scores).values()), None),
-    lambda leaves, _: Scores(*leaves),
-)
-register_pytree_node(
-    ModelOutput,
-    lambda out: ([out.loss, out.hidden_states, out._logits], out._model),
-    lambda leaves, model: ModelOutput(leaves[0], leaves[1], model, leaves[2]),
-)
+register_pytree_node(Scores, lambda scores: (list(vars(scores).values()), None), lambda leaves, _: Scores(*leaves))
+register_pytree_node(ModelOutput, lambda out: ([out.loss, out.hidden_states, out._logits], out._model), _rebuilt)
 
 
 class ForRL(Pretrained, nn.Module):
@@ -79,6 +77,7 @@ class ForRL(Pretrained, nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
+    @own_dtypes
     def forward(
         self,
         input_ids: Tensor,
@@ -118,8 +117,9 @@ class ForRL(Pretrained, nn.Module):
         self._check_ids(targets_R)
         scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program)
         total = -torch.where(valid, scores.log_prob_R, 0.0).sum()
-        return total / (valid.sum() if items is None else items)
+        return total / (valid.sum().clamp(min=1) if items is None else items)
 
+    @own_dtypes
     def score(
         self,
         input_ids: Tensor,
@@ -163,6 +163,7 @@ class ForRL(Pretrained, nn.Module):
             top = ops.top_log_prob(hidden_RD, head, plain.lse_R, top_k, program=self.program, inverse_temperature_R=inverse)
         return Scores(log_prob_R, plain.entropy_R if entropy else None, *top)
 
+    @own_dtypes
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """FP32 logits [R, V] of final rows, differentiable."""
         return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)

@@ -19,7 +19,7 @@ from zoo.common.ops.log_prob import VOCABULARY_CHUNK
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling
-from zoo.testing import tensors
+from zoo.testing import as_integers, tensors
 
 # ops whose provider is chosen by shape; every other op has one choice per program
 _SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
@@ -31,12 +31,13 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """One op call. `arguments` are by name, defaults filled in."""
+    """One op call. `arguments` are by name, defaults filled in; `row` is the output row that matters, the last by default."""
 
     contract: Contract
     function: Callable[..., Any]
     arguments: dict[str, Any]
     result: Any
+    row: int = -1
 
     @classmethod
     def of(cls, contract: Contract, seen: dict[str, Any], result: Any) -> Call:
@@ -85,6 +86,15 @@ class Call:
                 arguments[name] = value[slice(row, row + 1)]
         return replace(self, arguments=arguments, result=_rows_of(self.result, row, row + 1))
 
+    def shrunk(self, row: int, rows: int) -> Call:
+        """`at_row` if that gives the row's bytes again; else the whole batch, since its shape is then part of the fault."""
+        small = self.at_row(row, rows)
+        again = outputs_of(self.function(**small.arguments))
+        pairs = zip(again, self.outputs(), strict=True)
+        if all(torch.equal(as_integers(a[-1]), as_integers(b[row])) for (_, a), (_, b) in pairs):
+            return small
+        return replace(self, arguments={name: _copied(value) for name, value in self.arguments.items()}, row=row)
+
     def _attention_at(self, row: int) -> Call:
         batch, history = self.arguments["rows"], self.arguments["history"]
         n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
@@ -119,6 +129,14 @@ def _has_rows(name: str, value: Tensor, rows: int) -> bool:
     """Whether dim 0 of an argument is rows, by its shape suffix, or by its length where the name has none."""
     suffix = re.search(r"_([A-Z][A-Z0-9]*)$", name)
     return suffix[1].startswith("R") if suffix else value.dim() > 0 and value.shape[0] == rows
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, KeyValues | Rows | RowSampling):
+        return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value) if f.compare})
+    return value
 
 
 def _rows_of(value: Any, begin: int, end: int) -> Any:

@@ -84,7 +84,7 @@ class Scorer:
     def score(self, completions: list[Completion]) -> Scores:
         """The trainer's scores of what was written. ValueError if it refuses, or if the process died."""
         source, out = self.folder / "records.json", self.folder / "scores.json"
-        records = {"source": self._source(), "device": str(self.subject.device)}
+        records: dict[str, Any] = {"source": self._source(), "device": str(self.subject.device)}
         records["completions"] = [c.to_dict() for c in completions]
         source.write_text(json.dumps(records))
         assert self._process.stdin is not None and self._process.stdout is not None

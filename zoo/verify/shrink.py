@@ -55,7 +55,7 @@ def differ(x, y):
     return x.shape != y.shape or not torch.equal(as_integers(x), as_integers(y))
 
 
-a, b = (tensors(call())[{part}][1][-1] for call in ({names}))
+a, b = (tensors(call())[{part}][1][row] for call, row in ({names}))
 bad = (as_integers(a) != as_integers(b)).nonzero()
 both = [name[2:] for name in stored if name.startswith("a.") and "b." + name[2:] in stored]
 print("inputs that differ:", ", ".join(name for name in both if differ(stored["a." + name], stored["b." + name])) or "none")
@@ -83,7 +83,8 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     text = _HEAD.format(title=title, script=SCRIPT, file=TENSORS, device=device, op=first.contract.name)
     for side, name, call in zip("ab", names, divergence.calls, strict=True):
         text += _function(f"call_{side}", name, call, side, stored)
-    text += _TAIL.format(part=int(key.part[4:-1]), names="call_a, call_b")
+    names_and_rows = ", ".join(f"(call_{side}, {call.row})" for side, call in zip("ab", divergence.calls, strict=True))
+    text += _TAIL.format(part=int(key.part[4:-1]), names=names_and_rows)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / TENSORS)
     script.write_text(text)
     return script

@@ -126,7 +126,10 @@ class Tracer(Tap):
             elif key == self.capture[0] and self.call is None:
                 found = ((sequence_R == self.capture[1]) & (position_R == self.capture[2])).nonzero()
                 if len(found):
-                    self.call = Call.of(contract, seen, result).at_row(int(found[0]), len(sequence_R))
+                    batch, self._batch = self._batch, None  # shrinking calls the op again
+                    with torch.no_grad():
+                        self.call = Call.of(contract, seen, result).shrunk(int(found[0]), len(sequence_R))
+                    self._batch = batch
 
     def _record(self, key: Key, tensor: Tensor, sequence_R: Tensor, position_R: Tensor) -> None:
         code_R = (sequence_R << _POSITION_BITS) | position_R
@@ -200,8 +203,8 @@ def _differing(a: Tracer, b: Tracer) -> tuple[Key, int, int] | None:
 
 
 def _distance(part: str, a: Call, b: Call) -> tuple[int, int]:
-    """(differing elements, largest finite distance in ulp) of the last rows of two calls' outputs."""
-    x, y = (dict(call.outputs())[part][-1:] for call in (a, b))
+    """(differing elements, largest finite distance in ulp) of the calls' rows."""
+    x, y = (dict(call.outputs())[part][call.row][None] for call in (a, b))
     if x.shape != y.shape or x.dtype != y.dtype:
         return x.numel(), -1
     elements = int((as_integers(x) != as_integers(y)).sum())

@@ -13,7 +13,7 @@ from zoo.common.program import Program
 from zoo.common.rows import Rows
 
 
-def _triton_serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> bool:
+def _serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> bool:
     return all(width in (16, 32, 64, 128) for width in (key_dim, value_dim))
 
 
@@ -43,12 +43,12 @@ CONTRACT = Contract(
             "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward",
             defining=True,
         ),
-        Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_triton_serves, defining=True),
+        Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_serves, defining=True),
         Provider(
             "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", BACKWARD,
             needs=("fla.ops.gated_delta_rule",), defining=True,
         ),
-        Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_triton_serves, defining=True),
+        Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_serves, defining=True),
     ),
 )  # fmt: skip
 
