@@ -113,8 +113,8 @@ class ServingMemory(Protocol):
     def restore(self, slot: int, snapshot: Any) -> None:
         """Writes a snapshot into a slot."""
 
-    def written(self, pages: list[int], length: int) -> dict[str, Tensor]:
-        """The cached bytes of one sequence by name, for comparisons."""
+    def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
+        """The cached bytes of one sequence by name, for comparisons: [layers, length, ...], and a slot's under `delta_` names."""
 
 
 class PagedMemory:
@@ -178,7 +178,7 @@ class PagedMemory:
         self.k_LPSGE.index_fill_(1, index, 0)
         self.v_LPSGE.index_fill_(1, index, 0)
 
-    def written(self, pages: list[int], length: int) -> dict[str, Tensor]:
+    def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
         """The cached bytes of one sequence, [layers, length, kv heads, head dim] each, for the ladder's comparisons."""
         index = torch.tensor(pages, device=self.k_LPSGE.device)
         return {

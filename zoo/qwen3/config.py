@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo.common.config import FieldReader
@@ -39,6 +39,10 @@ class Qwen3Config:
     @property
     def model_type(self) -> str:
         return "qwen3_moe" if self.experts else "qwen3"
+
+    def first_layers(self, layers: int) -> Qwen3Config:
+        """The same geometry with the first `layers` layers only."""
+        return replace(self, layers=layers)
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> Qwen3Config:

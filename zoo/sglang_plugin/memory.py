@@ -6,7 +6,7 @@ that starts a page zeroes the rest of it: no lane of an op ever reads an old or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zoo.common.memory import KeyValues
 from zoo.common.rows import Rows
-from zoo.sglang_plugin import kernels
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,24 @@ class PoolLayer:
 
     def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
         k_SGE, v_SGE = (t.view(-1, *t.shape[2:]) for t in (self.k_PSGE, self.v_PSGE))
-        write = kernels.append if k_RGE.is_cuda else _append
-        write(k_RGE, v_RGE, k_SGE, v_SGE, self.step.slot_R, self.step.tail_R, self.step.decode)
+        _writer(k_RGE)(k_RGE, v_RGE, k_SGE, v_SGE, self.step.slot_R, self.step.tail_R, self.step.decode)
         return KeyValues(self.k_PSGE, self.v_PSGE, self.step.table_NB)
+
+
+def _writer(rows: Tensor) -> Callable[..., None]:
+    if not rows.is_cuda:
+        return _append
+    from zoo.sglang_plugin.kernels import append
+
+    return append
+
+
+def _table_maker(table: Tensor) -> Callable[..., None]:
+    if not table.is_cuda:
+        return _page_table
+    from zoo.sglang_plugin.kernels import page_table
+
+    return page_table
 
 
 def _append(k_RGE: Tensor, v_RGE: Tensor, k_SGE: Tensor, v_SGE: Tensor, slot_R: Tensor, tail_R: Tensor, decode: bool) -> None:
@@ -120,8 +134,7 @@ class StepBuilder:
 
     def fill(self, request_N: Tensor, length_N: Tensor, table_NB: Tensor, lengths_N: Tensor, tails_N: Tensor | None) -> None:
         """A step's page table, lengths and, for decode, tails, into tensors that exist."""
-        make = kernels.page_table if table_NB.is_cuda else _page_table
-        make(self.request_to_slot, request_N, length_N, self.page_size, table_NB, lengths_N, tails_N)
+        _table_maker(table_NB)(self.request_to_slot, request_N, length_N, self.page_size, table_NB, lengths_N, tails_N)
 
     def decode(self, request_N: Tensor, length_N: Tensor, positions_N: Tensor, slot_N: Tensor, longest: int) -> Step:
         """One new row of each sequence, whose length counts it."""

@@ -10,6 +10,8 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
   the batch.
 - after TokenizerManager._validate_one_request: a request is refused before it runs. The scheduler refuses it too.
 - after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
+- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, so their content hash is
+  forgotten. The fingerprint's route asserts that it is wrapped.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from zoo.sglang_plugin.options import around_post_init
 logger = logging.getLogger(__name__)
 
 SRT = "sglang.srt"
+UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register() -> None:
@@ -46,6 +49,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),
         ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
+        (UPDATER + ".release_memory_occupation", after_release, "AFTER"),
     ]
 
 
@@ -112,7 +116,17 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS:
+        release = type(scheduler.weight_updater).release_memory_occupation
+        if not hasattr(release, "__wrapped__"):
+            raise RuntimeError("weights may be released unnoticed: the hook on release_memory_occupation is not active")
         released = "weights" in scheduler.weight_updater.offload_tags
         model = scheduler.tp_worker.model_runner.model
         result.internal_state[STATE] = {"fingerprint": None if released else model.fingerprint().to_dict()}
+    return result
+
+
+def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
+    runner = updater.tp_worker.model_runner
+    if runner.server_args.attention_backend in PROGRAMS:
+        runner.model.zoo.weights_changed()
     return result

@@ -40,7 +40,7 @@ def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device
     rows = RowSampling.of(params, [0] * len(params), "cpu")
     moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
     fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
-    return RowsBatchInfo(**fields, rows=dataclasses.replace(rows, **moved))
+    return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters))
 
 
 class RowSampler(stock.Sampler):

@@ -62,7 +62,7 @@ def targets_of_sizes(arch: str, names: Iterable[str]) -> list[Target]:
     program = resolve("aligned", "cuda", torch.bfloat16)
     found: dict[Target, None] = {}
     for name in names:
-        config = config_of(arch, name, 1)  # layers repeat their shapes
+        config = config_of(arch, name, None)
         made = model_class({"model_type": config.model_type}, "serving")
         with torch.device("meta"):
             found |= dict.fromkeys(targets_of(made(config, program)))  # type: ignore[call-arg]

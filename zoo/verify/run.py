@@ -19,7 +19,7 @@ from zoo.verify import qualify as admission
 from zoo.verify import report as pages
 from zoo.verify.ladder import RUNGS, Ladder, Result
 from zoo.verify.shrink import reproduction as write_reproduction
-from zoo.verify.subject import Subject, build, config_of, settings_for, sizes
+from zoo.verify.subject import Subject, build, config_of, is_large, settings_for, sizes
 from zoo.verify.tally import Row
 
 
@@ -101,6 +101,9 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         if device.startswith("cuda"):  # just the shapes that this model uses
             admission.qualify(admission.targets_of(subject.server), say, program=subject.server.program)
         settings = settings_for(subject, asked.lengths)
+        threads = torch.get_num_threads()
+        if device == "cpu" and not is_large(subject):
+            torch.set_num_threads(1)  # operands this small keep several threads waiting for each other
 
         def wrote(row: Row) -> None:
             if console.is_terminal:
@@ -108,7 +111,10 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
                 console.print(f"{verdict} {row.rung} {row.what}", highlight=False)
 
         ladder = Ladder(subject, settings, say, wrote)
-        result = ladder.climb(asked.rungs)
+        try:
+            result = ladder.climb(asked.rungs)
+        finally:
+            torch.set_num_threads(threads)
         places = maps.operation_map(subject) if report is not None else []
     console.print(table_of(result))
     show_end(result, console)

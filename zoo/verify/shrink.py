@@ -15,7 +15,7 @@ from zoo.common.ops import Provider
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling
-from zoo.verify.calls import Call
+from zoo.verify.calls import RECURRENT, Call
 from zoo.verify.trace import Divergence
 
 SCRIPT, TENSORS = "reproduce.py", "tensors.safetensors"
@@ -74,8 +74,10 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     script = folder / SCRIPT
     if script.exists():
         raise ValueError(f"{folder} already holds a reproduction; give an absent or empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
     key, first = divergence.key, divergence.calls[0]
+    if key.op in RECURRENT:
+        raise ValueError(f"{key.op} in {key.layer} changes its slots: a script can't make the one call again")
+    folder.mkdir(parents=True, exist_ok=True)
     device = next(t for _, t in first.outputs()).device.type
     stored: dict[str, Tensor] = {}
     place = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}"

@@ -14,8 +14,13 @@ from zoo.common.registry import model_class
 from zoo.common.serving import ForServing
 from zoo.common.training import ForRL
 
-SIZES = {"qwen3": "zoo.qwen3:SIZES", "qwen3_moe": "zoo.qwen3:MOE_SIZES"}
-PLANNED = ("qwen3_5", "qwen3_5_moe", "glm5", "deepseek_v4")
+SIZES = {
+    "qwen3": "zoo.qwen3:SIZES",
+    "qwen3_moe": "zoo.qwen3:MOE_SIZES",
+    "qwen3_5": "zoo.qwen3_5:SIZES",
+    "qwen3_5_moe": "zoo.qwen3_5:MOE_SIZES",
+}
+PLANNED = ("glm5", "deepseek_v4")
 LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
 
 
@@ -105,7 +110,7 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
         return config
     if not 1 <= layers <= config.layers:
         raise ValueError(f"--layers {layers}: {arch} {size} has 1 to {config.layers}")
-    return replace(config, layers=layers)
+    return config.first_layers(layers)
 
 
 def build(
@@ -130,7 +135,8 @@ def build(
         if layers is not None:
             raise ValueError("--layers is for random weights; a checkpoint has all its layers")
         fields = read_config(checkpoint, None)
-        if fields.get("model_type") != arch:
+        kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
+        if kind != arch:
             raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
         source = {"checkpoint": str(checkpoint)}
     made = []
@@ -152,10 +158,15 @@ def load(source: dict[str, Any], role: str, device: str | None) -> Any:
     return made.from_config(made.config_class.from_hf(source["config"]), seed=source["seed"], device=device)
 
 
+def is_large(subject: Subject) -> bool:
+    """Whether only the ends of sequences are decoded token by token."""
+    return sum(p.numel() for p in subject.trainer.parameters()) > LARGE
+
+
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:
     """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
     cuda = subject.device.type == "cuda"
-    large = sum(p.numel() for p in subject.trainer.parameters()) > LARGE
+    large = is_large(subject)
     if lengths is None:
         small = (1, 63, 64, 65, 300)
         lengths = (1, 64, 593, 594, 1025, 2049, 4096) if large else (*small, 593, 2060) if cuda else small

@@ -98,6 +98,12 @@ class Tally:
         first = 0 if newest is None else max(0, end - newest)
         for name, cached in other.state.items():
             self.bytes(reference.state[name][first:end], cached[first:end], name, other.document, first)
+        if reference.slot is not None and other.slot is not None:
+            mine, theirs = reference.slot(end), other.slot(end)
+            if set(mine) != set(theirs):
+                raise ValueError(f"states {sorted(mine)} against {sorted(theirs)}")
+            for name, held in theirs.items():
+                self.bytes(mine[name][None], held[None], name, other.document, end - 1)
 
     def row(self, rung: int, what: str, empty: str | None = None) -> Row:
         nothing = empty or (None if self.compared else "nothing was compared")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.common import ops
+from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph
 from zoo.common.training import Scores
 from zoo.verify.calls import Call
+from zoo.verify.states import TrainedStates
 from zoo.verify.subject import Subject
 from zoo.verify.trace import Tap
 
@@ -34,6 +37,7 @@ class Seen:
     log_prob_T: Tensor
     state: dict[str, Tensor]
     entropy_T: Tensor | None = None
+    slot: Callable[[int], dict[str, Tensor]] | None = None  # the recurrent layers' bytes after so many tokens
 
 
 class Poisoned(TorchDispatchMode):
@@ -68,8 +72,11 @@ def train(
     model.train(not evaluate)
     model.gradient_checkpointing = checkpointed
     kept: dict[str, list[Tensor]] = {"k": [], "v": []}
+    recurrent: list[Call] = []
 
     def keep(contract: Any, seen: dict[str, Any], result: Any) -> None:
+        if contract.name in ("causal_conv", "gated_delta"):
+            recurrent.append(Call.of(contract, seen, result))
         if contract.name == "attention":
             history = Call.of(contract, seen, result).arguments["history"]
             kept["k"].append(history.k.detach())
@@ -95,7 +102,9 @@ def train(
         mine = slice(begin, begin + subject.length(document))
         # views, not a stack: at the published sizes the reference is gigabytes
         state = {f"{name}.{layer}": t[mine] for name, each in kept.items() for layer, t in enumerate(each)}
-        yield Seen(document, 0, scores.log_prob_R[mine].detach(), state, scores.entropy_R[mine].detach())
+        states = TrainedStates.of(recurrent, mine)
+        slot = None if states is None else states.after
+        yield Seen(document, 0, scores.log_prob_R[mine].detach(), state, scores.entropy_R[mine].detach(), slot)
         begin = mine.stop
 
 
@@ -110,9 +119,8 @@ class Session:
         needed = [probe.pages_for(subject.length(d)) for d in entries]
         total = 1 + sum(needed) + 3
         self.memory = server.new_memory(total, page_size)
-        for value in vars(self.memory).values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                value.fill_(torch.nan)
+        for value in _buffers(self.memory):
+            value.fill_(torch.nan)
         free = list(range(1, total))
         random.Random(seed).shuffle(free)
         self.pages = [[free.pop() for _ in range(count)] for count in needed]
@@ -145,9 +153,11 @@ class Session:
         start = 0
         for e, count in zip(entries, counts, strict=True):
             begin, self.done[e] = self.done[e], self.done[e] + count
-            cached = self.memory.written(self.pages[e], self.done[e])
+            cached = self.memory.written(self.pages[e], self.done[e], self.slots[e])
             state = {f"{name}.{layer}": part for name, t in cached.items() for layer, part in enumerate(t)}
-            yield Seen(self.entries[e], begin, log_prob_R[start : start + count], state)
+            held = {name: state.pop(name) for name in list(state) if name.startswith("delta_")}
+            slot = (lambda length, held=held: held) if held else None
+            yield Seen(self.entries[e], begin, log_prob_R[start : start + count], state, None, slot)
             start += count
 
     def catch_up(self, contexts: dict[int, int]) -> Iterator[Seen]:
@@ -222,6 +232,15 @@ def _replay(session: Session, captured: DecodeGraph, live: list[int]) -> Iterato
     logits = captured.replay(ids, position, session.table(live))
     log_prob = ops.log_prob_of_logits(logits, targets, program=subject.server.program).log_prob_R
     yield from session.seen(live, [1] * len(live), log_prob)
+
+
+def _buffers(memory: Any) -> Iterator[Tensor]:
+    """Every floating-point buffer of a memory, of its parts and of their pools."""
+    for value in memory.values() if isinstance(memory, dict) else vars(memory).values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+        elif isinstance(value, dict | PagedMemory | DeltaMemory):
+            yield from _buffers(value)
 
 
 def exhaust(way: Iterable[Seen]) -> None:

@@ -26,7 +26,8 @@ CONTRACT = Contract(
     adds="key tiles in one fixed direction inside a segment (FA4: downwards; reference: upwards), segments left to right",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="flash backward from the saved output and log-sum-exp, deterministic order",
-    launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side",
+    launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "
+    "times a non-finite value is NaN, so on CUDA a packed neighbour's values and dead lanes of a page must be finite (pages are zeroed)",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True),
         Provider(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ class Sequences:
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
         rows = self.outputs(args, kept).to(args["q_RHE"].device)
+        if args["q_RHE"].is_cuda and not math.isfinite(value):
+            value = 3e38  # the contract: packed neighbours must be finite on CUDA
         filled = {name: torch.full_like(args[name], value).index_copy_(0, rows, args[name].index_select(0, rows)) for name in QKV}
         return {**args, **filled}
 

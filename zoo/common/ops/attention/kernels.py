@@ -6,7 +6,6 @@ decode runs all segments of a sequence side by side; both give the parts to one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,42 @@ from zoo.common.rows import Rows
 PARALLEL_BLOCKS = 132  # multiprocessors of an H200: the unaligned rival splits keys until they are busy
 
 
-def _fa4() -> Callable[..., Any]:
+_generic: set[tuple[Any, ...]] = set()  # launches that FlashAttention 4 has compiled from a shape without a leading 1
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """FlashAttention 4's forward, one split; returns the output.
+
+    It compiles for the strides of the first call, and a leading dim of 1 has none that a longer batch would fit. So the first call of
+    a kind with one row is preceded by one with that row twice, whose result is dropped.
+    """
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    return _flash_attn_fwd
+    given = tuple(sorted((name, value if isinstance(value, bool) else value is None) for name, value in options.items()))
+    kind = (q.dtype, q.dim(), q.shape[-2:], k.shape[-3 if k.dim() == 4 else -2 :], given)
+    if kind not in _generic:
+        if q.shape[0] == 1:
+            _flash_attn_fwd(*_twice(q, k, v), num_splits=1, **{name: _doubled(name, value, q, k) for name, value in options.items()})
+        _generic.add(kind)
+    return _flash_attn_fwd(q, k, v, num_splits=1, **options)[0]
+
+
+def _twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The one row of q twice; packed keys as well, pages as they are."""
+    repeat = (lambda t: t) if k.dim() == 4 else (lambda t: torch.cat([t, t]))
+    return torch.cat([q, q]), repeat(k), repeat(v)
+
+
+def _doubled(name: str, value: Any, q: Tensor, k: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name.startswith("cu_seqlens"):  # one sequence of q's (and the keys') rows
+        return value * 2
+    if name == "lse":
+        return value.new_empty(2, *value.shape[1:]) if q.dim() == 4 else value.new_empty(value.shape[0], 2)
+    if name == "out" or q.dim() == 4:  # the batch form: a second sequence like the first
+        return torch.cat([value, value])
+    return value
 
 
 def attention_fa4(
@@ -60,23 +91,22 @@ def attention_split_kv(
 def _one_pass(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     if page_table is None:
-        out, _ = _fa4()(
+        out = _fa4(
             q, k, v, cu_seqlens_q=rows.starts_N1, cu_seqlens_k=rows.starts_N1, max_seqlen_q=rows.max_rows, max_seqlen_k=rows.max_rows,
-            softmax_scale=scale, causal=True, num_splits=1, lse=lse,
-        )[:2]  # fmt: skip
+            softmax_scale=scale, causal=True, lse=lse,
+        )  # fmt: skip
         return out, lse
     pages = -(-rows.max_length // k.shape[1])
     table = page_table[:, :pages]
     if rows.max_rows == 1:  # the batch form is a tenth faster than the packed one and gives its bytes
-        out, _ = _fa4()(
-            q[:, None], k, v, seqused_k=rows.lengths_N, page_table=table, max_seqlen_k=rows.max_length,
-            softmax_scale=scale, causal=True, num_splits=1,
-        )[:2]  # fmt: skip
+        out = _fa4(
+            q[:, None], k, v, seqused_k=rows.lengths_N, page_table=table, max_seqlen_k=rows.max_length, softmax_scale=scale, causal=True
+        )
         return out[:, 0], lse
-    out, _ = _fa4()(
+    out = _fa4(
         q, k, v, cu_seqlens_q=rows.starts_N1, seqused_k=rows.lengths_N, page_table=table, max_seqlen_q=rows.max_rows,
-        max_seqlen_k=rows.max_length, softmax_scale=scale, causal=True, num_splits=1,
-    )[:2]  # fmt: skip
+        max_seqlen_k=rows.max_length, softmax_scale=scale, causal=True,
+    )  # fmt: skip
     return out, lse
 
 
@@ -127,11 +157,11 @@ def _packed_segments(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float, 
     for d in range(depth):
         first, last = offsets[d], offsets[count - d]
         same = [chunks.keys[c - d] if chunks.sequence[c - d] == chunks.sequence[c] else 0 for c in range(d, count)]
-        _fa4()(
+        _fa4(
             q[first:], k[:last], v[:last],
             cu_seqlens_q=_ints([o - first for o in offsets[d:]], q), cu_seqlens_k=_ints(offsets[: count - d + 1], q),
             seqused_k=_ints(same, q) if d else None, max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
-            num_splits=1, out=parts[d, first:], lse=part_lse[d, : heads * (total - first)].view(heads, total - first),
+            out=parts[d, first:], lse=part_lse[d, : heads * (total - first)].view(heads, total - first),
         )  # fmt: skip
     return _merge_by_distance(q, parts, part_lse, rows, [offsets[d] for d in range(depth)], size)
 
@@ -148,9 +178,9 @@ def _paged_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: R
     offsets = _ints(chunks.offsets, q)
     for d in range(depth):
         keys = [(own if d == 0 else size) if s >= d else 0 for s, own in zip(chunks.segment, chunks.keys, strict=True)]
-        _fa4()(
+        _fa4(
             q, k, v, cu_seqlens_q=offsets, seqused_k=_ints(keys, q), page_table=table[sequence, (segment - d).clamp(min=0)].contiguous(),
-            max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0, num_splits=1,
+            max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
             out=parts[d], lse=part_lse[d].view(heads, total),
         )  # fmt: skip
     return _merge_by_distance(q, parts, part_lse, rows, [0] * depth, size)
@@ -165,8 +195,8 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     parts = q.new_empty(batch * depth, 1, heads, width)
     part_lse = torch.empty(batch * depth, heads, 1, dtype=torch.float32, device=q.device)
     virtual = q[:, None].expand(batch, depth, heads, width).reshape(batch * depth, 1, heads, width)
-    _fa4()(
-        virtual, k, v, seqused_k=used, page_table=table, max_seqlen_k=size, softmax_scale=scale, causal=True, num_splits=1,
+    _fa4(
+        virtual, k, v, seqused_k=used, page_table=table, max_seqlen_k=size, softmax_scale=scale, causal=True,
         out=parts, lse=part_lse,
     )  # fmt: skip
     out = torch.empty_like(q)

@@ -111,7 +111,7 @@ def gated_delta(
     ValueError for head counts, shapes or dtypes that don't fit.
     """
     if not isinstance(history, DeltaState):
-        initial = history and history.initial_NVKE
+        initial = history.initial_NVKE if history else None
         return gated_delta_states(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, rows, program=program)[0]
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     with torch.no_grad():
