@@ -130,9 +130,7 @@ def test_pages_of_a_dirty_pool_give_the_bytes_of_the_zoos_own_memory(serving: Qw
         if counts == [1, 1]:
             step = made.decode(table_N, lengths, lengths - 1, slots, max(after))
         else:
-            step = made.extend(
-                table_N, lengths, wanted_rows.positions_R, slots, torch.tensor(counts), torch.tensor(before), counts, before
-            )
+            step = made.extend(table_N, lengths, wanted_rows.positions_R, slots, torch.tensor(counts), torch.tensor(before), counts, before)
         mine = serving.hidden_rows(tokens, step.rows, pool.during(step), step.table_NB)
         wanted = serving.hidden_rows(tokens, wanted_rows, own, own_table)
         assert mine.isfinite().all() and torch.equal(mine.view(torch.int16), wanted.view(torch.int16)), counts
@@ -201,13 +199,12 @@ FIELDS = SIZES["8b"].to_hf()
 def arguments(**changed: Any) -> Any:
     """A stand-in of ServerArgs: SGLang's defaults for every field that the plugin looks at."""
     values: dict[str, Any] = {refusal.field: refusal.served[0] for refusal in options.REFUSALS}
-    graphs = types.SimpleNamespace(
-        prefill=types.SimpleNamespace(backend="disabled"), decode=types.SimpleNamespace(backend="full")
-    )
+    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="disabled"), decode=types.SimpleNamespace(backend="full"))
     values |= {
         "attention_backend": "zoo", "model_path": "/nowhere", "revision": None, "sampling_backend": None, "page_size": None,
         "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
-        "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None, "context_length": None, "cuda_graph_config": graphs,
+        "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
+        "context_length": None, "cuda_graph_config": graphs,
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))
 
@@ -269,9 +266,7 @@ def test_stand_in_a_model_of_another_family_is_refused() -> None:
 
 
 def test_stand_in_graphs_that_the_plugin_does_not_capture_are_refused() -> None:
-    graphs = types.SimpleNamespace(
-        prefill=types.SimpleNamespace(backend="breakable"), decode=types.SimpleNamespace(backend="full")
-    )
+    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="breakable"), decode=types.SimpleNamespace(backend="full"))
     with pytest.raises(ValueError, match="prefill without CUDA graphs, not breakable"):
         options.check(arguments(sampling_backend="zoo", cuda_graph_config=graphs))
 
@@ -370,9 +365,12 @@ def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3
 
 def answered(**changed: Any) -> dict[str, Any]:
     meta = {
-        "id": "abc", "finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": [(-0.5, 9, None), (-0.25, 8, None)],
-        FILTERED: [-0.125, 0.0], "input_token_logprobs": [(None, 1, None), (-3.0, 2, None), (-4.0, 3, None)],
-    }  # fmt: skip
+        "id": "abc",
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [(-0.5, 9, None), (-0.25, 8, None)],
+        FILTERED: [-0.125, 0.0],
+        "input_token_logprobs": [(None, 1, None), (-3.0, 2, None), (-4.0, 3, None)],
+    }
     return {"output_ids": [9, 8], "meta_info": meta | changed}
 
 
@@ -432,9 +430,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     register()
     assert args.ATTENTION_BACKEND_CHOICES == ["fa3", "zoo", "zoo_unaligned"] and "zoo" in args.SAMPLING_BACKEND_CHOICES
-    assert len(found) == 2 * len(register.__globals__["hooks"]()) and all(
-        target.startswith("sglang.srt.") for target, _, _ in found
-    )
+    assert len(found) == 2 * len(register.__globals__["hooks"]()) and all(target.startswith("sglang.srt.") for target, _, _ in found)
 
 
 def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Whole Qwen3.5 models: every way to push the same tokens gives the same bytes and leaves the same state, each with a fault caught."""
+"""Whole Qwen3.5 models: every way to push the same tokens gives the same bytes and leaves the same state. Faults are caught."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from weights_tools.make_tiny import make_tiny
 from zoo.common import ops
 from zoo.common.delta_memory import CARRY, CHUNK
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.testing import LawBroken, Plan, assert_same_bytes, split_plans
+from zoo.verify.ladder import Ladder
+from zoo.verify.map import operation_map
+from zoo.verify.shrink import reproduction
+from zoo.verify.subject import Settings, build, config_of
 
 SMALL = replace(
-    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rotated=8, key_heads=1, value_heads=2,
-    key_dim=16, value_dim=16, inner=64, vocabulary=300,
+    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rotated=8, key_heads=1,
+    value_heads=2, key_dim=16, value_dim=16, inner=64, vocabulary=300,
 )  # fmt: skip
 CONFIGS: dict[str, Qwen35Config] = {
     "dense": SIZES["tiny"],
@@ -34,7 +40,14 @@ CONFIGS: dict[str, Qwen35Config] = {
     "wide": replace(SMALL, hidden=1024, inner=1056),
     "full layer first, three values a key": replace(SMALL, layers=3, full=(True, False, False), key_heads=2, value_heads=6, value_dim=32),
     "five experts": replace(
-        MOE_SIZES["tiny"], layers=2, full=(False, True), hidden=64, experts=5, experts_per_token=3, expert_inner=24, shared_inner=40
+        MOE_SIZES["tiny"],
+        layers=2,
+        full=(False, True),
+        hidden=64,
+        experts=5,
+        experts_per_token=3,
+        expert_inner=24,
+        shared_inner=40,
     ),
 }
 LENGTHS = (70, 1, 65)
@@ -138,6 +151,7 @@ def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> 
 
     with torch.no_grad(), ops.watch(keep):
         model.score(*packed([document]))
+
     @cache
     def states(first: int) -> list[Tensor]:
         """Of every recurrent layer after whole chunks, each chunk by the op's own seam."""
@@ -196,7 +210,7 @@ class TestWaysToPush:
 
     @pytest.mark.parametrize("name", ["dense", "moe"])
     def test_long_documents_and_what_training_would_cache(self, name: str) -> None:
-        """593 and 1000 tokens: prefilled in chunks that cut anywhere, decoded across a chunk's end; segments of keys end at 256."""
+        """593 and 1000 tokens: prefilled with cuts anywhere, decoded across a chunk's end; segments of keys end at 256."""
         documents = documents_of(name, (593, 1000))
         steps = ((17, 300), (400, 340), (156, 315), *[(1, 1)] * 10, (10, 35))
         found, seen = pushed(server(name), documents, steps, 32)
@@ -209,7 +223,10 @@ class TestWaysToPush:
                 assert_same_bytes({key: held[key] for key in state}, state, f"{length} tokens")
                 assert length < CHUNK or state["delta_start"].abs().max() > 1e-3
             with pytest.raises(LawBroken):  # the control: a state of one token less
-                assert_same_bytes({key: seen[n, length][key] for key in state}, trained_states(trainer(name), document, [length - 1])[length - 1])
+                assert_same_bytes(
+                    {key: seen[n, length][key] for key in state},
+                    trained_states(trainer(name), document, [length - 1])[length - 1],
+                )
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_alone_is_packed(self, name: str) -> None:
@@ -308,7 +325,7 @@ def test_a_rounded_decay_is_caught() -> None:
 class TestSlots:
     @pytest.mark.parametrize("at", [30, 63, 64, 90])
     def test_a_sequence_may_move_and_fork(self, at: int) -> None:
-        """Copied to another slot inside and at the end of a chunk; the copy goes on with its own tokens, the old slot becomes NaN."""
+        """To another slot, inside and at the end of a chunk; the copy has tokens of its own, the old slot becomes NaN."""
         documents = documents_of("small", (131, 131))
         documents[1][:at] = documents[0][:at]
         session = Session(server("small"), documents)
@@ -524,7 +541,7 @@ def counted() -> Iterator[Counter[str]]:
 
 class TestRowsThatEnterEachOp:
     RECURRENT: ClassVar[dict[str, int]] = dict.fromkeys(("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm"), 3)
-    CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through a tiny model of three layers and one
+    CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through three recurrent layers and one other
         "dense": {
             **RECURRENT, "embed": 1, "rms_norm": 9, "linear": 16, "norm_rope": 1, "attention": 1, "output_gate": 1, "swiglu": 4,
         },
@@ -582,6 +599,62 @@ def test_lengths_of_a_session_are_told_apart() -> None:
     """The harness itself: a state of another token boundary is another state."""
     documents = documents_of("small", (70,))
     seen = pushed(server("small"), documents, ((63,), (1,), (6,)))[1]
-    for (a, b) in pairwise(seen.values()):
+    for a, b in pairwise(seen.values()):
         with pytest.raises(LawBroken):
             assert_same_bytes(a, b)
+
+
+def climbed(arch: str, rungs: tuple[int, ...], fault: type[Qwen35ForServing] | None = None) -> Any:
+    subject = build(arch, checkpoint=None, device="cpu")
+    if fault is not None:
+        subject.server.__class__ = fault
+    return Ladder(subject, Settings((1, 65, 130), tail=8, page_sizes=(16,), steps=1, drawn=4)).climb(rungs)
+
+
+class WrongOnClosing(Qwen35ForServing):
+    """The state of a closed chunk loses its lowest bits on the way into its slot; rows read its image, which does not."""
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
+        out = super().hidden_rows(ids_R, rows, memory, page_table_NB)
+        start = memory.delta.pools["start_SVKE"]
+        start.copy_((start.view(torch.int32) & ~3).view(torch.float32))
+        return out
+
+
+class TestLadder:
+    @pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+    def test_all_five_rungs(self, arch: str) -> None:
+        result = climbed(arch, (1, 2, 3, 4, 5))
+        assert result.ok and {row.rung for row in result.rows} == {1, 2, 3, 4, 5}
+        assert all(row.compared > 0 and row.differing == 0 and row.k3 in (None, 0.0) for row in result.rows)
+
+    def test_a_lost_carry_is_named(self, tmp_path: Path) -> None:
+        result = climbed("qwen3_5", (3,), ForgetsItsCarry)
+        first = result.first_divergence
+        assert not result.ok and first["op"] == "causal_conv" and first["layer"] == "model.layers.0.mixer" and first["position"] > 0
+        with pytest.raises(ValueError, match="a script can't make the one call again"):
+            reproduction(result.divergence, tmp_path / "again", result.names)
+        assert not (tmp_path / "again").exists()
+
+    def test_the_map_tells_pages_from_slots(self) -> None:
+        places = {place.op: place for place in operation_map(build("qwen3_5", checkpoint=None, device="cpu"))}
+        launched = [places["gated_delta"].launched[phase] for phase in ("training", "decode")]
+        assert "whole documents" in launched[0] and "a slot a sequence" in launched[1]
+        assert "pages of" in places["attention"].launched["decode"]
+
+    def test_a_wrong_state_is_seen_in_its_slot(self) -> None:
+        result = climbed("qwen3_5", (3,), WrongOnClosing)
+        assert not result.rows[0].ok and any(layer.isdecimal() for layer, _ in result.heat)
+
+    def test_fewer_layers_keep_both_kinds(self) -> None:
+        assert build("qwen3_5_moe", checkpoint=None, device="cpu", layers=4).trainer.config.full == (False, False, False, True)
+        assert config_of("qwen3_5_moe", "35b-a3b", 8).full == (False, False, False, True) * 2
+        with pytest.raises(ValueError, match="the first 2 layers have none of full attention"):
+            build("qwen3_5", checkpoint=None, device="cpu", layers=2)
+
+    def test_checkpoints_of_both_shapes(self, tmp_path: Path) -> None:
+        for vision in (False, True):
+            path = make_tiny("qwen3_5", tmp_path / str(vision), vision=vision)
+            assert build("qwen3_5", checkpoint=str(path), device="cpu").server.config.wrapped == vision
+            with pytest.raises(ValueError, match="checkpoint, not 'qwen3_5_moe'"):
+                build("qwen3_5_moe", checkpoint=str(path), device="cpu")

@@ -1,4 +1,4 @@
-"""The engine over pages and slots: batches, chunks, reuse through snapshots, preemption and updates leave every byte as it was."""
+"""The engine over pages and slots: batches, chunks, reuse by snapshots, preemption and updates leave every byte as it was."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from zoo.common.hybrid_memory import HybridMemory
 from zoo.common.sampling import SamplingParams
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35ForRL, Qwen35ForServing
 
-SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "rotated": 8,
-                         "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16, "vocabulary": 300}  # fmt: skip
+SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,
+                         "rotated": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
+                         "vocabulary": 300}  # fmt: skip
 CONFIGS = {
     "dense": replace(SIZES["tiny"], **SHAPE, inner=64),
     "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_inner=16, shared_inner=32),
@@ -155,7 +156,9 @@ def test_pages_of_80_meet_chunks_at_320() -> None:
     for reused in (0, 320, 640):
         assert numbers(paged.generate([prompt], params)[0]) == alone
         assert paged.stats.reused_rows == reused
-    assert numbers(paged.generate([prompt[:319]], params)[0]) == numbers(engine(prefix_cache=False).generate([prompt[:319]], params)[0])
+    assert numbers(paged.generate([prompt[:319]], params)[0]) == numbers(
+        engine(prefix_cache=False).generate([prompt[:319]], params)[0]
+    )
     assert paged.stats.reused_rows == 640
 
 
@@ -233,7 +236,9 @@ def test_an_update_starts_over() -> None:
     again = served.generate(*zip(*REQUESTS))
     assert served.stats.reused_rows - before <= 64 + 128  # within the new version only
     for record in again:
-        assert trained(trainer, record) == {name: getattr(record, name) for name in ("output_ids", "log_probs", "filtered_log_probs")}
+        assert trained(trainer, record) == {
+            name: getattr(record, name) for name in ("output_ids", "log_probs", "filtered_log_probs")
+        }
     assert [r.output_ids for r in again] != [r.output_ids for r in first]
 
 

@@ -34,7 +34,8 @@ GEOMETRY: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 1024,
     "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
     },
 }  # fmt: skip
 MIXTURE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
@@ -135,7 +136,10 @@ class Float64Qwen35:
         mixed = nn.functional.silu(nn.functional.conv1d(padded, self.p[f"{at}.conv"], groups=c.conv_channels)[0].T)
         q, k, v = mixed.split([keys, keys, values], 1)
         q, k = (t.unflatten(1, (c.key_heads, c.key_dim)) for t in (q, k))
-        q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
+        q, k = (
+            (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1)
+            for t in (q, k)
+        )
         v = v.unflatten(1, (c.value_heads, c.value_dim))
         decay = (-self.p[f"{at}.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.dt_bias"])).exp()
         beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
@@ -219,8 +223,10 @@ class TestParity:
     @pytest.mark.parametrize("kind", KINDS)
     @torch.no_grad()
     def test_the_float64_model_is_the_architecture(self, checkpoint: Callable[..., Path], kind: str) -> None:
-        """So that what follows measures errors and not a misunderstanding. Running sums of log-decay reach hundreds, in ours as in
-        theirs: an ulp of 256 is 3e-5, and its exponential errs by as much."""
+        """So that what follows measures errors and not a misunderstanding.
+
+        Running sums of log-decay reach hundreds, in ours as in theirs: an ulp of 256 is 3e-5, and exponentials err by as much.
+        """
         model, ids = zoo.load(checkpoint(kind), **FP32), tokens()
         exact = Float64Qwen35(model).logits(ids)
         mine, their = (float((x.double() - exact).abs().max()) for x in (
@@ -241,7 +247,11 @@ class TestParity:
         wanted = by_published_name(model, lambda name: exact.p[name].grad)
         their = unstacked({name: p.grad for name, p in reference.named_parameters()}, found)
         assert set(found) == set(their)
-        errors = {name: (relative(found[name], wanted[name]), relative(their[name], wanted[name])) for name in found if wanted[name].any()}
+        errors = {
+            name: (relative(found[name], wanted[name]), relative(their[name], wanted[name]))
+            for name in found
+            if wanted[name].any()
+        }
         for name, (mine, theirs_) in errors.items():
             assert mine < 1e-3 and theirs_ < 1e-3, f"{name}: {mine:.1e}, transformers {theirs_:.1e}"
         assert sorted(mine for mine, _ in errors.values())[len(errors) // 2] < 3e-4
@@ -284,7 +294,9 @@ class Run:
     def errors(self, rounded: bool = False) -> Tensor:
         """Squared errors of final rows, ours and theirs, where all three chose the same experts."""
         ours = (self.hidden.view(torch.int16) & ~31).view(torch.bfloat16) if rounded else self.hidden
-        return torch.stack([(x.double() - self.exact_hidden)[self.same_experts].square().mean() for x in (ours, self.their_hidden)])
+        return torch.stack(
+            [(x.double() - self.exact_hidden)[self.same_experts].square().mean() for x in (ours, self.their_hidden)]
+        )
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -356,7 +368,9 @@ def test_experts_stacked_and_one_by_one_load_alike(checkpoint: Callable[..., Pat
     for model, source in ((one, path), (other, fused)):
         model.save_pretrained(tmp_path / "out" / source.name)
         assert contents(tmp_path / "out" / source.name) == contents(source)
-    swapped = rewritten(fused, tmp_path / "swapped", lambda t: {n: x.flip(0) if n.endswith("experts.down_proj") else x for n, x in t.items()})
+    swapped = rewritten(
+        fused, tmp_path / "swapped", lambda t: {n: x.flip(0) if n.endswith("experts.down_proj") else x for n, x in t.items()}
+    )
     assert zoo.load(swapped, **FP32).weights_version != one.weights_version
 
 
@@ -411,12 +425,18 @@ def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Callable[...
         (lambda t: {**t, "model.vision.a": torch.zeros(1)}, "1 tensors unknown: model.vision.a"),
         (lambda t: {**t, "model.layers.0.linear_attn.in_proj_qkvz.weight": torch.zeros(1)}, "unknown: .*in_proj_qkvz"),
         (lambda t: {**t, "xmtp.fc.weight": torch.zeros(1)}, "unknown: xmtp.fc.weight"),
-        (lambda t: {n: x for n, x in t.items() if n != "model.layers.1.linear_attn.A_log"}, "missing: model.layers.1.linear_attn.A_log"),
+        (
+            lambda t: {n: x for n, x in t.items() if n != "model.layers.1.linear_attn.A_log"},
+            "missing: model.layers.1.linear_attn.A_log",
+        ),
         (
             lambda t: {n: x[:-1] if n == "model.layers.3.self_attn.q_proj.weight" else x for n, x in t.items()},
             r"q_proj.weight \[127, 64\] where the config needs \[128, 64\]",
         ),
-        (lambda t: {n: x * torch.nan if n == "model.layers.0.linear_attn.dt_bias" else x for n, x in t.items()}, "dt_bias has 4 NaN"),
+        (
+            lambda t: {n: x * torch.nan if n == "model.layers.0.linear_attn.dt_bias" else x for n, x in t.items()},
+            "dt_bias has 4 NaN",
+        ),
     ],
 )
 def test_other_tensors_are_refused(checkpoint: Callable[..., Path], tmp_path: Path, change: Any, message: str) -> None:
@@ -439,7 +459,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rope of no object": ({"rope_parameters": "default"}, "rope_parameters must be an object"),
     "theta": ({"rope_parameters": {**ROPE, "rope_theta": "1e7"}}, "rope_theta must be a number above 0, it is '1e7'"),
     "odd rotation": ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.4}}, "partial_rotary_factor 0.4 of head_dim 64"),
-    "unknown layers": ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, r"unknown ones \['sliding_attention'\]"),
+    "unknown layers": (
+        {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]},
+        r"unknown ones \['sliding_attention'\]",
+    ),
     "too few layers": ({"layer_types": ["linear_attention", "full_attention"]}, "2 entries for 4 layers"),
     "layers of no list": ({"layer_types": 4}, "layer_types must be a list, it is 4"),
     "one kind of layer": ({"layer_types": ["linear_attention"] * 4}, "needs layers of both kinds, all 4 are 'linear_attention'"),
@@ -472,7 +495,10 @@ def test_other_configs_are_refused(name: str, wrapped: bool) -> None:
 def test_wrapped_configs_are_read_strictly_too() -> None:
     good = {"model_type": "qwen3_5", "vision_config": {}, "text_config": SIZES["tiny"].to_hf()}
     assert Qwen35Config.from_hf(good).wrapped
-    for fields, message in (({"audio_config": {}}, "unknown fields audio_config"), ({"text_config": 5}, "text_config must be an object")):
+    for fields, message in (
+        ({"audio_config": {}}, "unknown fields audio_config"),
+        ({"text_config": 5}, "text_config must be an object"),
+    ):
         with pytest.raises(ValueError, match=message):
             Qwen35Config.from_hf({**good, **fields})
 

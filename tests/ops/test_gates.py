@@ -124,7 +124,9 @@ def test_a_wrong_formula_is_seen(op: str) -> None:
     args = case.make(1, "cpu", torch.float64)
     fault = {op: FAULTS[op]}
     wrong, exact = (
-        gradients(Trial(case, ALIGNED, args, how).call, {**args}, [n for n in case.gradients if (op, n) != ("delta_gate", "a_log_V")])
+        gradients(
+            Trial(case, ALIGNED, args, how).call, {**args}, [n for n in case.gradients if (op, n) != ("delta_gate", "a_log_V")]
+        )
         for how in (fault, TEXTBOOK)
     )
     values = [relative_error(a, b) for (_, a), (_, b) in zip(tensors(wrong[0]), tensors(exact[0]), strict=True)]
@@ -232,7 +234,9 @@ def test_a_rank_goes_on_from_carried_rows(cut: int) -> None:
     x, weight = torch.randn(70, 8).bfloat16(), torch.randn(8, 4).bfloat16()
     whole = ops.causal_conv(x, weight, PackedDelta(), Rows.packed(torch.tensor([0, 70])), program=ALIGNED)
     before = torch.cat([torch.zeros(3, 8).bfloat16(), x[:cut]])[-3:][None]
-    part = ops.causal_conv(x[cut:], weight, PackedDelta(carry_NWC=before), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED)
+    part = ops.causal_conv(
+        x[cut:], weight, PackedDelta(carry_NWC=before), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED
+    )
     assert_same_bytes(part, whole[cut:])
     with pytest.raises(LawBroken):
         alone = ops.causal_conv(x[cut:], weight, PackedDelta(), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED)
@@ -247,7 +251,13 @@ def test_slots_advance_and_neighbours_stay() -> None:
     assert_same_bytes(pool[4], x[2:5])
     assert_same_bytes(pool[2], torch.cat([before[2, 1:], x[5:]]))
     assert_same_bytes(pool[[0, 1, 3]], before[[0, 1, 3]])
-    wide = _conv(x.double(), weight.double(), PackedDelta(carry_NWC=before[[4, 2]].double()), Rows.packed(torch.tensor([0, 5, 6])), program=None)
+    wide = _conv(
+        x.double(),
+        weight.double(),
+        PackedDelta(carry_NWC=before[[4, 2]].double()),
+        Rows.packed(torch.tensor([0, 5, 6])),
+        program=None,
+    )
     assert relative_error(out, wide) < BF16_BOUND
 
 

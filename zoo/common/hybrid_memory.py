@@ -71,6 +71,6 @@ class HybridMemory:
         self.delta.restore(slot, snapshot)
 
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
-        """[attention layers, length, ...] of keys and values, [recurrent layers, ...] of a slot's live bytes under `delta_` names."""
+        """[attention layers, length, ...] of keys and values; a slot's live bytes [recurrent layers, ...] as `delta_...`."""
         state = {f"delta_{name}": bytes_ for name, bytes_ in self.delta.written(slot, length).items()}
         return {**self.paged.written(pages, length), **state}

@@ -10,16 +10,18 @@ from zoo.common.config import FieldReader
 CONV_WIDTH = 4
 
 IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
-    "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "_name_or_path", "chunk_size_feed_forward",
-    "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
-    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation",
-    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval", "num_local_experts",
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "_name_or_path",
+    "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict", "_attn_implementation", "_experts_implementation", "experts_implementation",
+    "attn_implementation", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval",
+    "num_local_experts",
 })  # fmt: skip
 # of a published vision-language config: read by nobody here, written back as they were
 WRAPPER = frozenset({
-    "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "language_model_only", "text_config",
+    "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+    "language_model_only", "text_config",
 })  # fmt: skip
 TYPES = {
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_5_moe_text": "qwen3_5_moe",
@@ -69,12 +71,14 @@ class Qwen35Config:
     def first_layers(self, layers: int) -> Qwen35Config:
         """The same geometry with the first `layers` layers only. ValueError unless one of them has full attention."""
         if not any(self.full[:layers]):
-            raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
+            raise ValueError(
+                f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed"
+            )
         return replace(self, layers=layers, full=self.full[:layers], published={})
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
-        """Reads a config.json, of the text model or of the vision-language model around it. ValueError names the field and value."""
+        """Reads a config.json, of the text model or the vision-language model around it. ValueError names field and value."""
         wrapped = "text_config" in fields
         text = fields
         if wrapped:
@@ -100,7 +104,9 @@ class Qwen35Config:
             raise ValueError(f"qwen3_5: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         key_heads, value_heads = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
         if value_heads % key_heads:
-            raise ValueError(f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
+            raise ValueError(
+                f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
+            )
         head_dim = read.integer("head_dim")
         mixture: dict[str, Any] = {"inner": 0}
         if kind == "qwen3_5_moe":
@@ -112,7 +118,9 @@ class Qwen35Config:
             }
             read.raw("intermediate_size", None)  # of the dense family; published beside the experts' own
             if mixture["experts_per_token"] > mixture["experts"]:
-                raise ValueError(f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}")
+                raise ValueError(
+                    f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}"
+                )
         else:
             mixture["inner"] = read.integer("intermediate_size")
         theta, rotated = read.partial_rope(head_dim)
@@ -200,11 +208,21 @@ def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
     return tuple(kind == "full_attention" for kind in types)
 
 
-def _size(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, inner: int, tied: bool, **mixture: int) -> Qwen35Config:
+def _size(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    inner: int,
+    tied: bool,
+    mixture: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> Qwen35Config:
+    """`mixture`: experts, experts per token, their width, the shared expert's width."""
     full = tuple((i + 1) % 4 == 0 for i in range(layers))
     return Qwen35Config(
         248320, hidden, layers, heads, kv_heads, 256, 64, 16, value_heads, 128, 128, inner, 1e-6, 1e7, 262144, tied, full,
-        eos=(248044,), **mixture,
+        *mixture, eos=(248044,),
     )  # fmt: skip
 
 
@@ -217,7 +235,7 @@ SIZES = {
 }
 MOE_SIZES = {
     "tiny": Qwen35Config(512, 128, 4, 4, 2, 64, 32, 2, 4, 32, 32, 0, 1e-6, 1e7, 4096, False, _TINY, 8, 2, 64, 64, eos=(2,)),
-    "35b-a3b": _size(2048, 40, 16, 2, 32, 0, False, experts=256, experts_per_token=8, expert_inner=512, shared_inner=512),
-    "122b-a10b": _size(3072, 48, 32, 2, 64, 0, False, experts=256, experts_per_token=8, expert_inner=1024, shared_inner=1024),
-    "397b-a17b": _size(4096, 60, 32, 2, 64, 0, False, experts=512, experts_per_token=10, expert_inner=1024, shared_inner=1024),
+    "35b-a3b": _size(2048, 40, 16, 2, 32, 0, False, (256, 8, 512, 512)),
+    "122b-a10b": _size(3072, 48, 32, 2, 64, 0, False, (256, 8, 1024, 1024)),
+    "397b-a17b": _size(4096, 60, 32, 2, 64, 0, False, (512, 10, 1024, 1024)),
 }

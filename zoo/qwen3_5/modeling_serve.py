@@ -38,7 +38,9 @@ class Qwen35ForServing(ForServing):
         page = page_size or (80 if c.head_dim > 128 else 128)
         paged = PagedMemory(sum(c.full), pages, page, c.kv_heads, c.head_dim, dtype, device)
         recurrent = c.layers - sum(c.full)
-        delta = DeltaMemory(recurrent, slots + 1, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.conv_channels, dtype, device)
+        delta = DeltaMemory(
+            recurrent, slots + 1, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.conv_channels, dtype, device
+        )
         return HybridMemory(c.full, paged, delta)
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: HybridMemory, page_table_NB: Tensor) -> Tensor:

@@ -26,7 +26,11 @@ def table(config: Qwen35Config) -> WeightTable:
             _one(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", (config.hidden,)),
         ]
         entries += (_attention if full else _delta)(config, f"{ours}.mixer", theirs)
-        entries += _experts(config, f"{ours}.mlp", f"{theirs}.mlp") if config.experts else _mlp(config.hidden, config.inner, f"{ours}.mlp", f"{theirs}.mlp")
+        entries += (
+            _experts(config, f"{ours}.mlp", f"{theirs}.mlp")
+            if config.experts
+            else _mlp(config.hidden, config.inner, f"{ours}.mlp", f"{theirs}.mlp")
+        )
     return WeightTable(tuple(entries), carried=CARRIED, fp32=FP32)
 
 
@@ -34,7 +38,11 @@ def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     theirs, kv = f"{layer}.self_attn", config.kv_heads * config.head_dim
     queries = 2 * config.heads * config.head_dim  # each head's query rows, then its gate rows
     return [
-        _rows(f"{ours}.qkv.weight", config.hidden, [(f"{theirs}.{n}_proj.weight", r) for n, r in (("q", queries), ("k", kv), ("v", kv))]),
+        _rows(
+            f"{ours}.qkv.weight",
+            config.hidden,
+            [(f"{theirs}.{n}_proj.weight", r) for n, r in (("q", queries), ("k", kv), ("v", kv))],
+        ),
         _one(f"{ours}.norm.q", f"{theirs}.q_norm.weight", (config.head_dim,)),
         _one(f"{ours}.norm.k", f"{theirs}.k_norm.weight", (config.head_dim,)),
         _one(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, config.heads * config.head_dim)),
@@ -71,7 +79,10 @@ def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
         for part, start in (("gate", 0), ("up", inner))
     )
     down = tuple(Piece(f"{name}.down_proj.weight", (hidden, inner), expert=e) for e, name in each)
-    stacked = Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * inner, hidden)), Piece(f"{theirs}.experts.down_proj", (count, hidden, inner))
+    stacked = (
+        Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * inner, hidden)),
+        Piece(f"{theirs}.experts.down_proj", (count, hidden, inner)),
+    )
     return [
         _one(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
         Entry(f"{ours}.experts.gate_up", ((stacked[0],), gate_up)),

@@ -31,9 +31,7 @@ class PagedBackend(AttentionBackend):
         if pool.kv_cache_layout != "nhd":
             raise ValueError(f"the key-value pool's layout is {pool.kv_cache_layout}, the zoo's pages need nhd")
         if runner.model_config.context_len > config.positions:
-            raise ValueError(
-                f"a context of {runner.model_config.context_len} is longer than the position table of {config.positions}"
-            )
+            raise ValueError(f"a context of {runner.model_config.context_len} is longer than the position table of {config.positions}")
         self.pool = KeyValuePool(pool.k_buffer, pool.v_buffer, runner.page_size, program.torch_dtype)
         self.context = runner.model_config.context_len
         self.builder = StepBuilder(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 TABLE_BLOCK = 256
-ZERO_SLOTS = 16  # slots that one program zeroes at a time
+ZERO_SLOTS = 4  # slots that one program zeroes at a time: more would not fit its registers
 DECODE_PARTS = 8  # programs that share the zeroing of a page; only decode starts pages one row at a time
 
 

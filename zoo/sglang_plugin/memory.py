@@ -206,8 +206,7 @@ class GraphSteps:
     def __init__(self, builder: StepBuilder, largest: int, context: int, device: torch.device | str) -> None:
         self.builder, self.lengths = builder, graph_lengths(context, builder.segment)
         self.tables = {
-            length: torch.zeros(largest * builder.bound(length).columns, dtype=torch.int32, device=device)
-            for length in self.lengths
+            length: torch.zeros(largest * builder.bound(length).columns, dtype=torch.int32, device=device) for length in self.lengths
         }
         self.lengths_N = torch.ones(largest, dtype=torch.int32, device=device)
         self.tails_N = torch.zeros(largest, dtype=torch.int32, device=device)

@@ -59,9 +59,7 @@ REFUSALS = (
     Refusal("enable_pdmux", (False,), "prefill and decode on shared multiprocessors are untested"),
     Refusal("enable_torch_compile", (False,), "a compiler may fuse and reorder the plugin's arithmetic"),
     Refusal("enable_tf32_matmul", (False,), "it changes arithmetic of the whole process"),
-    Refusal(
-        "enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"
-    ),
+    Refusal("enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
     Refusal("offload_group_size", (-1,), "weights must stay where CUDA graphs read them"),
@@ -98,9 +96,7 @@ def around_post_init(original: Callable[[Any], None], args: Any) -> None:
 def _refuse_half(args: Any) -> None:
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name, None) in PROGRAMS:
-            raise ValueError(
-                f"prefill and decode share one backend: give --attention-backend {getattr(args, name)}, not --{name}"
-            )
+            raise ValueError(f"prefill and decode share one backend: give --attention-backend {getattr(args, name)}, not --{name}")
 
 
 def page_size(head_dim: int) -> int:
@@ -128,9 +124,7 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
         if getattr(args, name) not in (None, backend):
             raise ValueError(f"--attention-backend {backend} runs prefill and decode, not --{name} {getattr(args, name)}")
     if args.context_length is not None and args.context_length > config.positions:
-        raise ValueError(
-            f"--context-length {args.context_length} is longer than the model's position table of {config.positions}"
-        )
+        raise ValueError(f"--context-length {args.context_length} is longer than the model's position table of {config.positions}")
 
 
 def _imply(args: Any, field: str, value: Any, backend: str) -> None:

@@ -66,9 +66,7 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     assert_active(runner)
     printed = runner.model.fingerprint()
     lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
-    logger.info(
-        "zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines
-    )
+    logger.info("zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines)
     return result
 
 

@@ -79,9 +79,7 @@ class RowSampler(stock.Sampler):
                 scaled_RV = logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
                 lse_R = ops.log_prob_of_logits(scaled_RV, drawn.token_R, program=self.program).lse_R
                 every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
-                more = self.output_logprob_processor.compute_logprobs(
-                    every_RV, top_logprobs_nums, token_ids_logprobs, drawn.token_R
-                )
+                more = self.output_logprob_processor.compute_logprobs(every_RV, top_logprobs_nums, token_ids_logprobs, drawn.token_R)
                 more.token_logprobs = None
                 more.write_output_to(logits_output)
         return drawn.token_R

@@ -36,9 +36,7 @@ class Served(nn.Module):
         super().__init__()
         args = get_server_args()
         if args.attention_backend not in PROGRAMS:
-            raise RuntimeError(
-                f"the zoo's {type(self).__name__} was built in a server with --attention-backend {args.attention_backend}"
-            )
+            raise RuntimeError(f"the zoo's {type(self).__name__} was built in a server with --attention-backend {args.attention_backend}")
         if quant_config is not None:
             raise ValueError(f"the checkpoint asks for quantization ({quant_config}); the zoo's backend serves bfloat16 weights")
         fields = read_config(args.model_path, args.revision)

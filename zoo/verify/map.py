@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.ops import CONTRACTS
 from zoo.common.rows import Rows
 from zoo.verify import ways
@@ -99,6 +100,10 @@ def _rows(call: Call) -> str:
     history = call.arguments.get("history")
     if history is None:
         return rows
+    if isinstance(history, PackedDelta):
+        return f"{rows}, whole documents"
+    if isinstance(history, ConvCarry | DeltaState):
+        return f"{rows}, a slot a sequence"
     keys = "packed keys" if history.page_table_NB is None else f"keys in pages of {history.k.shape[1]}"
     return f"{rows}, {keys}"
 

@@ -124,8 +124,11 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         report.write_text(pages.page(result, places, layers_of(subject), max(settings.lengths)))
         console.print(f"wrote {report}", highlight=False)
     if reproduction is not None and result.divergence is not None:
-        script = write_reproduction(result.divergence, reproduction, result.names)
-        console.print(f"wrote {script}: run it to see the one row and the one op again", highlight=False)
+        try:
+            script = write_reproduction(result.divergence, reproduction, result.names)
+            console.print(f"wrote {script}: run it to see the one row and the one op again", highlight=False)
+        except ValueError as error:  # the climb's verdict stands
+            console.print(f"no reproduction: {error}", highlight=False)
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a server must hold of a sequence's recurrent layers after any number of tokens, from the operands that training's ops were given."""
+"""What a server must hold of a sequence's recurrent layers after any number of tokens, from the operands of training's ops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class TrainedStates:
 
     def after(self, length: int) -> dict[str, Tensor]:
         """A slot's live bytes, by name and layer."""
-        first, out = length // CHUNK * CHUNK, {}
+        first = length // CHUNK * CHUNK
+        out: dict[str, Tensor] = {}
         for layer, (x_RC, operands) in enumerate(zip(self.convolutions, self.deltas, strict=True)):
             _, k_RHK, v_RVE, *_ = operands
             shape = (k_RHK.shape[1], v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
@@ -62,8 +63,8 @@ class TrainedStates:
                 initial = None if start is None else start[None]
                 rows = Rows.packed(torch.tensor([0, first - known], device=v_RVE.device))
                 with torch.no_grad():
-                    part = (t[known:first] for t in operands)
-                    start = ops.gated_delta_states(*part, initial, rows, program=self.program)[1][0]
+                    q, k, v, log_decay, beta = (t[known:first] for t in operands)
+                    start = ops.gated_delta_states(q, k, v, log_decay, beta, initial, rows, program=self.program)[1][0]
             else:
                 exact = torch.promote_types(v_RVE.dtype, torch.float32)
                 start = v_RVE.new_zeros(v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2], dtype=exact)

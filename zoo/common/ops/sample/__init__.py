@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import Contract, Provider, observed
-from zoo.common.ops.log_prob import ROW_CHUNK, VOCABULARY_CHUNK, log_prob, log_prob_of_logits, logits
+from zoo.common.ops.log_prob import log_prob
 from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
+from zoo.common.ops.sample.replay import ScoreFiltered, find_cut, log_sum_exp, restrict, scale_logits, score_of
 from zoo.common.program import Program
 
 if TYPE_CHECKING:
     from zoo.common.sampling import RowSampling
 
 __all__ = ["CONTRACT", "MASS_ONE", "NO_CUT", "Drawn", "sample", "score_filtered", "support"]
-
-# rows whose whole logits the replay holds at once
-ROW_BLOCK = 128
-# stands for a masked logit in the gradient: its probability is 0, and 0 times it is 0 (0 times -inf is not)
-FAR = -1e30
 
 _GRAD = "zoo.common.ops.log_prob.{}:logit_grad"
 
@@ -53,36 +49,12 @@ class Drawn(NamedTuple):
     filtered_log_prob_R: Tensor
 
 
-def _scaled(logits_RV: Tensor, rows: RowSampling) -> Tensor:
-    """The same product as log_prob's; by 1.0 it changes no byte, so skipping it where all are 1.0 changes none either."""
-    return logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
-
-
-def _cut(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Program) -> tuple[Tensor, Tensor]:
-    return CONTRACT.provider(program).function("cut")(scaled_RV, lse_R, rows.top_k_R, rows.mass_limit_R, rows.min_p_R)
-
-
-def _restrict(
-    scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, first: int = 0, fill: float = -torch.inf
-) -> Tensor:
-    return CONTRACT.provider(program).function("restrict")(scaled_RC, *cut, first, fill)
-
-
-def _lse(scaled_RV: Tensor, program: Program) -> Tensor:
-    return log_prob_of_logits(scaled_RV, torch.zeros_like(scaled_RV[:, 0], dtype=torch.int64), program=program).lse_R
-
-
-def _score(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
-    """log_prob's last step, from a log-sum-exp that exists."""
-    return torch.clamp(logits_RV.gather(1, token_R[:, None])[:, 0] - lse_R, max=0.0)
-
-
 def support(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Program) -> Tensor:
     """Bool [R, V]: the tokens that stay. `scaled_RV` are logits after the temperature, `lse_R` log_prob's log-sum-exp of them.
 
     A NaN logit stays, so that the row's log-probability shows it.
     """
-    marked = _restrict(scaled_RV, _cut(scaled_RV, lse_R, rows, program), program, fill=torch.nan)
+    marked = restrict(scaled_RV, find_cut(scaled_RV, lse_R, rows, program), program, fill=torch.nan)
     return ~marked.isnan() | scaled_RV.isnan()
 
 
@@ -92,62 +64,14 @@ def sample(logits_RV: Tensor, rows: RowSampling, program: Program) -> Drawn:
 
     A row with a NaN logit reports NaN log-probabilities.
     """
-    scaled = kept = _scaled(logits_RV, rows)
-    lse = kept_lse = _lse(scaled, program)
+    scaled = kept = scale_logits(logits_RV, rows)
+    lse = kept_lse = log_sum_exp(scaled, program)
     if rows.filters:
-        kept = _restrict(scaled, _cut(scaled, lse, rows, program), program)
-        kept_lse = _lse(kept, program)
+        kept = restrict(scaled, find_cut(scaled, lse, rows, program), program)
+        kept_lse = log_sum_exp(kept, program)
     token = CONTRACT.provider(program).function("forward")(kept, rows.seed_R, rows.position_R, rows.greedy_R)
-    scored = _score(scaled, lse, token)
-    return Drawn(token, scored, _score(kept, kept_lse, token) if rows.filters else scored)
-
-
-class _ScoreFiltered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: RowSampling, program: Program) -> Tensor:
-        scored, kept_lse, logit, last = [], [], [], []
-        for r in range(0, hidden.shape[0], ROW_BLOCK):
-            block = slice(r, r + ROW_BLOCK)
-            scaled = _scaled(logits(hidden[block], weight, program=program), rows[block])
-            cut = _cut(scaled, _lse(scaled, program), rows[block], program)
-            kept = _restrict(scaled, cut, program)
-            kept_lse.append(_lse(kept, program))
-            scored.append(_score(kept, kept_lse[-1], targets[block]))
-            logit.append(cut[0])
-            last.append(cut[1])
-        out = torch.cat(scored)
-        ctx.save_for_backward(hidden, weight, targets, out, torch.cat(kept_lse), torch.cat(logit), torch.cat(last))
-        ctx.rows, ctx.program = rows, program
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """log_prob's walk over chunks of the vocabulary; the cut is known, so no row's whole logits are needed again."""
-        hidden, weight, targets, scored, lse, logit, last = ctx.saved_tensors
-        program, rows = ctx.program, ctx.rows
-        grad_of_logits = CONTRACT.provider(program).function("backward")
-        grad = torch.where(scored == -torch.inf, 0.0, grad)
-        none = torch.zeros_like(grad)
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        total_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
-            part = weight[c : c + VOCABULARY_CHUNK]
-            total_weight = torch.zeros(part.shape, dtype=accumulate, device=weight.device) if needs_weight else None
-            for r in range(0, hidden.shape[0], ROW_CHUNK):
-                b = slice(r, r + ROW_CHUNK)
-                scaled = _scaled(logits(hidden[b], part, program=program), rows[b])
-                kept = _restrict(scaled, (logit[b], last[b]), program, c, FAR)
-                scale = rows.inverse_temperature_R[b]
-                d_logits = grad_of_logits(kept, lse[b], none[b], targets[b] - c, grad[b], none[b], none[b], scale, hidden.dtype)
-                if total_hidden is not None:
-                    total_hidden[b] += d_logits @ part
-                if total_weight is not None:
-                    total_weight += d_logits.T @ hidden[b]
-            if grad_weight is not None and total_weight is not None:
-                grad_weight[c : c + VOCABULARY_CHUNK] = total_weight
-        return None if total_hidden is None else total_hidden.to(hidden.dtype), grad_weight, None, None, None
+    scored = score_of(scaled, lse, token)
+    return Drawn(token, scored, score_of(kept, kept_lse, token) if rows.filters else scored)
 
 
 @observed(CONTRACT)
@@ -164,4 +88,4 @@ def score_filtered(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, rows
     if not rows.filters or rows.count == 0:
         scale = rows.inverse_temperature_or_none()
         return log_prob(hidden_RD, weight_VD, targets_R, program=program, inverse_temperature_R=scale).log_prob_R
-    return _ScoreFiltered.apply(hidden_RD, weight_VD, targets_R, rows, program)
+    return ScoreFiltered.apply(hidden_RD, weight_VD, targets_R, rows, program)

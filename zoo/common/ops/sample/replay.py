@@ -1,0 +1,92 @@
+"""sample's steps, shared by the draw and by the trainer's replay from hidden rows, and that replay's gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.ops.contract import CONTRACTS
+from zoo.common.ops.log_prob import ROW_CHUNK, VOCABULARY_CHUNK, log_prob_of_logits, logits
+from zoo.common.program import Program
+
+if TYPE_CHECKING:
+    from zoo.common.sampling import RowSampling
+
+# rows whose whole logits the replay holds at once
+ROW_BLOCK = 128
+# stands for a masked logit in the gradient: its probability is 0, and 0 times it is 0 (0 times -inf is not)
+FAR = -1e30
+
+
+def scale_logits(logits_RV: Tensor, rows: RowSampling) -> Tensor:
+    """The same product as log_prob's; by 1.0 it changes no byte, so skipping it where all are 1.0 changes none either."""
+    return logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
+
+
+def find_cut(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Program) -> tuple[Tensor, Tensor]:
+    return CONTRACTS["sample"].provider(program).function("cut")(scaled_RV, lse_R, rows.top_k_R, rows.mass_limit_R, rows.min_p_R)
+
+
+def restrict(
+    scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, first: int = 0, fill: float = -torch.inf
+) -> Tensor:
+    return CONTRACTS["sample"].provider(program).function("restrict")(scaled_RC, *cut, first, fill)
+
+
+def log_sum_exp(scaled_RV: Tensor, program: Program) -> Tensor:
+    return log_prob_of_logits(scaled_RV, torch.zeros_like(scaled_RV[:, 0], dtype=torch.int64), program=program).lse_R
+
+
+def score_of(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
+    """log_prob's last step, from a log-sum-exp that exists."""
+    return torch.clamp(logits_RV.gather(1, token_R[:, None])[:, 0] - lse_R, max=0.0)
+
+
+class ScoreFiltered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: RowSampling, program: Program) -> Tensor:
+        scored, kept_lse, logit, last = [], [], [], []
+        for r in range(0, hidden.shape[0], ROW_BLOCK):
+            block = slice(r, r + ROW_BLOCK)
+            scaled = scale_logits(logits(hidden[block], weight, program=program), rows[block])
+            cut = find_cut(scaled, log_sum_exp(scaled, program), rows[block], program)
+            kept = restrict(scaled, cut, program)
+            kept_lse.append(log_sum_exp(kept, program))
+            scored.append(score_of(kept, kept_lse[-1], targets[block]))
+            logit.append(cut[0])
+            last.append(cut[1])
+        out = torch.cat(scored)
+        ctx.save_for_backward(hidden, weight, targets, out, torch.cat(kept_lse), torch.cat(logit), torch.cat(last))
+        ctx.rows, ctx.program = rows, program
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """log_prob's walk over chunks of the vocabulary; the cut is known, so no row's whole logits are needed again."""
+        hidden, weight, targets, scored, lse, logit, last = ctx.saved_tensors
+        program, rows = ctx.program, ctx.rows
+        grad_of_logits = CONTRACTS["sample"].provider(program).function("backward")
+        grad = torch.where(scored == -torch.inf, 0.0, grad)
+        none = torch.zeros_like(grad)
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        total_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
+            part = weight[c : c + VOCABULARY_CHUNK]
+            total_weight = torch.zeros(part.shape, dtype=accumulate, device=weight.device) if needs_weight else None
+            for r in range(0, hidden.shape[0], ROW_CHUNK):
+                b = slice(r, r + ROW_CHUNK)
+                scaled = scale_logits(logits(hidden[b], part, program=program), rows[b])
+                kept = restrict(scaled, (logit[b], last[b]), program, c, FAR)
+                scale = rows.inverse_temperature_R[b]
+                d_logits = grad_of_logits(kept, lse[b], none[b], targets[b] - c, grad[b], none[b], none[b], scale, hidden.dtype)
+                if total_hidden is not None:
+                    total_hidden[b] += d_logits @ part
+                if total_weight is not None:
+                    total_weight += d_logits.T @ hidden[b]
+            if grad_weight is not None and total_weight is not None:
+                grad_weight[c : c + VOCABULARY_CHUNK] = total_weight
+        return None if total_hidden is None else total_hidden.to(hidden.dtype), grad_weight, None, None, None
