@@ -41,6 +41,7 @@ class ForServing(Pretrained, nn.Module):
             )
         if rows.max_length > memory.capacity(page_table_NB):
             raise ValueError(f"{rows.max_length} tokens do not fit a page table of {memory.capacity(page_table_NB)}")
+        rows.launch.clear()  # static rows change in place between calls, and a captured graph must derive its own
         hidden_RD = self.hidden_rows(ids_R, rows, memory, page_table_NB)
         return hidden_RD if wanted_W is None else hidden_RD.index_select(0, wanted_W)
 
@@ -85,10 +86,8 @@ class DecodeGraph:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
             for _ in range(2):
-                self.rows.launch.clear()
                 model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
         torch.cuda.current_stream().wait_stream(side)
-        self.rows.launch.clear()  # derived tensors must be made inside the graph, from each replay's inputs
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.logits_NV = model.decode(self.ids_N, self.rows, memory, self.page_table_NB)

@@ -62,6 +62,7 @@ class Served(nn.Module):
         if not self._checked:
             self._check(backend)
         step = backend.step
+        step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
         with ops.watch(_CaptureExperts()) if self._returns_experts else nullcontext():
             hidden_RD = self.zoo.hidden_rows(input_ids, step.rows, backend.pool.during(step), step.table_NB)
         if forward_batch.forward_mode.is_decode_or_idle():
