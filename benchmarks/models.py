@@ -130,12 +130,12 @@ class Bench:
 
 def place_sequences(model: ForServing, counts: Sequence[int]) -> tuple[Any, Tensor]:
     """Memory for sequences of these lengths and their table: pages one after another, slot n + 1 for sequence n."""
-    probe = model.new_memory(2, **({"slots": 1} if "full" in vars(model.config) else {}))
+    probe = model.make_memory(2, **({"slots": 1} if "full" in vars(model.config) else {}))
     size = probe.page_size
     del probe
     blocks = [-(-count // size) for count in counts]
     slots = {"slots": len(counts)} if "full" in vars(model.config) else {}
-    memory = model.new_memory(sum(blocks) + 1, **slots)
+    memory = model.make_memory(sum(blocks) + 1, **slots)
     pages, first = [], 1
     for count in blocks:
         pages.append(list(range(first, first + count)))

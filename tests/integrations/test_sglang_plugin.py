@@ -204,7 +204,7 @@ def arguments(**changed: Any) -> Any:
         "attention_backend": "zoo", "model_path": "/nowhere", "revision": None, "sampling_backend": None, "page_size": None,
         "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
         "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
-        "context_length": None, "cuda_graph_config": graphs,
+        "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))
 
@@ -341,7 +341,7 @@ def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3
     counts, begins = [6, 5], [2, 0]
     ids = torch.randint(0, serving.config.vocabulary, (11,))
     cu = torch.tensor([0, 6, 11])
-    pages = serving.new_memory(4, PAGE)
+    pages = serving.make_memory(4, PAGE)
     hidden = serving.hidden_rows(ids, Rows.packed(cu), pages, torch.tensor([[1], [2]], dtype=torch.int32))
     index = scored_rows(counts, begins)
     assert index == [2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -420,16 +420,22 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     args = types.ModuleType("sglang.srt.server_args")
     args.ATTENTION_BACKEND_CHOICES, args.SAMPLING_BACKEND_CHOICES = ["fa3"], {"pytorch"}  # type: ignore[attr-defined]
     args.add_attention_backend_choices = args.ATTENTION_BACKEND_CHOICES.extend  # type: ignore[attr-defined]
+    parsers = types.ModuleType("sglang.srt.configs.model_config_parser_registry")
+    parsed: list[str] = []
+    parsers.ModelConfigParserBase = object  # type: ignore[attr-defined]
+    parsers.register_model_config_parser = lambda name: lambda cls: parsed.append(name)  # type: ignore[attr-defined]
     srt = types.ModuleType("sglang.srt")
     srt.server_args = args  # type: ignore[attr-defined]
     for name, module in (
         ("sglang", types.ModuleType("sglang")), ("sglang.srt", srt), ("sglang.srt.server_args", args),
         ("sglang.srt.plugins", types.ModuleType("sglang.srt.plugins")), (registry.__name__, registry),
+        ("sglang.srt.configs", types.ModuleType("sglang.srt.configs")), (parsers.__name__, parsers),
     ):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     register()
     register()
     assert args.ATTENTION_BACKEND_CHOICES == ["fa3", "zoo", "zoo_unaligned"] and "zoo" in args.SAMPLING_BACKEND_CHOICES
+    assert set(parsed) == {names.PARSER}
     assert len(found) == 2 * len(register.__globals__["hooks"]()) and all(target.startswith("sglang.srt.") for target, _, _ in found)
 
 
@@ -470,6 +476,7 @@ def test_registration_with_the_real_registries() -> None:
     assert ATTENTION_BACKENDS["zoo"].__module__ == "zoo.sglang_plugin.backend"
     for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
         assert ModelRegistry.models[architecture].__module__ == "zoo.sglang_plugin.models.qwen3"
+    assert ModelRegistry.models[names.HYBRID_ARCHITECTURE].__module__ == "zoo.sglang_plugin.models.qwen3_5"
 
 
 @pytest.mark.interpreted

@@ -130,7 +130,7 @@ def test_the_script_runs(
 def served(path: Path) -> Tensor:
     """Log-probabilities of IDS from the serving twin, 0.0 on last rows as `score` has them."""
     server = Qwen3ForServing.from_pretrained(path, device="cpu")
-    memory = server.new_memory(8, 16)
+    memory = server.make_memory(8, 16)
     table = memory.table([[1], [2, 3]], [0, 0], 2)
     hidden = server.prefill(IDS, Rows.packed(STARTS), memory, table)
     return server.log_prob(hidden, IDS.roll(-1)).index_fill(0, STARTS[1:] - 1, 0.0)

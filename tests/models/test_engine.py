@@ -407,7 +407,7 @@ class CountingServing(Qwen3ForServing):
 
     bad = False
 
-    def new_memory(self, pages: int, page_size: int | None = None) -> CountingMemory:
+    def make_memory(self, pages: int, page_size: int | None = None) -> CountingMemory:
         c = self.config
         return CountingMemory(c.layers, pages, page_size or 64, c.kv_heads, c.head_dim, torch.bfloat16, "cpu", bad=self.bad)
 

@@ -69,7 +69,7 @@ def scores(model: Qwen3ForRL, documents: list[Tensor]) -> list[Tensor]:
 def pushed(model: Qwen3ForServing, documents: list[Tensor], plan: Plan, page_size: int = 16) -> tuple[list[Tensor], list[Any]]:
     """Log-probabilities of each document pushed by a plan through shuffled pages, and the cached bytes that it left."""
     needed = [-(-len(d) // page_size) for d in documents]
-    memory = model.new_memory(sum(needed) + 3, page_size)
+    memory = model.make_memory(sum(needed) + 3, page_size)
     memory.k_LPSGE.fill_(torch.nan)  # dead pages; those assigned are cleared
     memory.v_LPSGE.fill_(torch.nan)
     order = iter((torch.randperm(sum(needed)) + 2).tolist())

@@ -94,7 +94,7 @@ class Session:
     def __init__(self, model: Qwen35ForServing, documents: list[Tensor], page_size: int = 16, spare: int = 3) -> None:
         self.model, self.documents, count = model, documents, len(documents)
         needed = [-(-len(d) // page_size) for d in documents]
-        self.memory = memory = model.new_memory(sum(needed) + 3, page_size, slots=count + spare)
+        self.memory = memory = model.make_memory(sum(needed) + 3, page_size, slots=count + spare)
         for pool in (memory.paged.k_LPSGE, memory.paged.v_LPSGE, *memory.delta.pools.values(), memory.delta.carry_LSWC):
             pool.fill_(torch.nan)
         pages = iter((torch.randperm(sum(needed)) + 2).tolist())
@@ -375,7 +375,7 @@ class TestSlots:
             assert_same_bytes(again.written(0), session.written(1))
 
     def test_snapshots_are_bounded_and_counted(self) -> None:
-        memory = server("small").new_memory(4, 16, slots=2)
+        memory = server("small").make_memory(4, 16, slots=2)
         held = [memory.snapshot(1, 64) for _ in range(3)]
         assert held[1] is not None and held[2] is None
         del held[0]
@@ -386,13 +386,13 @@ class TestSlots:
 
     def test_reuse_lies_on_whole_pages_and_whole_chunks(self) -> None:
         for page, stride in ((16, 64), (64, 64), (80, 320), (128, 128)):
-            memory = server("small").new_memory(2, page, slots=1)
+            memory = server("small").make_memory(2, page, slots=1)
             assert [memory.reusable_length(n) for n in (stride - 1, stride, 3 * stride + 1)] == [0, stride, 3 * stride]
 
     def test_page_size_follows_the_head(self) -> None:
-        assert server("small").new_memory(2, slots=1).page_size == 128
+        assert server("small").make_memory(2, slots=1).page_size == 128
         wide = replace(SMALL, head_dim=256, hidden=32)
-        assert Qwen35ForServing.from_config(wide, **SEED).new_memory(2, slots=1).page_size == 80
+        assert Qwen35ForServing.from_config(wide, **SEED).make_memory(2, slots=1).page_size == 80
 
 
 EXTREMES: dict[str, tuple[list[float], list[float], float]] = {  # A_log and dt_bias by head, scale of b's rows

@@ -190,15 +190,15 @@ def test_preempted_is_uninterrupted(kind: str, cached: bool) -> None:
 
 
 class TwoSlots(Qwen35ForServing):
-    def new_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
-        return super().new_memory(pages, page_size, slots)
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
+        return super().make_memory(pages, page_size, slots)
 
 
 class StaleSlots(TwoSlots):
     """A fault: a slot keeps the state of the sequence that had it before."""
 
-    def new_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
-        memory = super().new_memory(pages, page_size, slots)
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
+        memory = super().make_memory(pages, page_size, slots)
         memory.delta.clear = lambda slots: None  # type: ignore[method-assign]
         return memory
 

@@ -137,9 +137,9 @@ class DeltaMemory:
             for layer in range(self.carry_LSWC.shape[0])
         ]
 
-    def clear(self, slots: list[int]) -> None:
-        """Zero-fills slots as they are assigned: the state, rows and carry of a sequence of length 0."""
-        index = torch.tensor(slots, device=self.carry_LSWC.device)
+    def clear(self, slots: list[int] | Tensor) -> None:
+        """Zero-fills slots (a list, or int64 on the device) as they are assigned: a sequence of length 0."""
+        index = slots if isinstance(slots, Tensor) else torch.tensor(slots, device=self.carry_LSWC.device)
         for pool in self._all():
             pool.index_fill_(1, index, 0)
 

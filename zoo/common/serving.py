@@ -19,7 +19,7 @@ class ForServing(Pretrained, nn.Module):
     model: nn.Module
     trainable = False
 
-    def new_memory(self, pages: int, page_size: int | None = None) -> ServingMemory:
+    def make_memory(self, pages: int, page_size: int | None = None) -> ServingMemory:
         """Paged memory for this model on its device; page 0 is reserved for padding."""
         raise AssertionError("written by each architecture")
 

@@ -27,7 +27,7 @@ class Qwen3ForServing(ForServing):
         self.config, self.program = config, program
         self.model = Qwen3Model(config, program)
 
-    def new_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+    def make_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
         c = self.config
         device = self.model.embed.weight.device
         return PagedMemory(c.layers, pages, page_size or PAGE_SIZE, c.kv_heads, c.head_dim, self.program.torch_dtype, device)

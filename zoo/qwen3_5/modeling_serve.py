@@ -31,17 +31,21 @@ class Qwen35ForServing(ForServing):
         self.config, self.program = config, program
         self.model = Qwen35Model(config, program)
 
-    def new_memory(self, pages: int, page_size: int | None = None, slots: int = SEQUENCES) -> HybridMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int = SEQUENCES) -> HybridMemory:
         """A page of 80 at head dim 256 is FlashAttention 4's key tile there, the only one that it pages."""
         c, dtype = self.config, self.program.torch_dtype
         device = self.model.embed.weight.device
         page = page_size or (80 if c.head_dim > 128 else 128)
         paged = PagedMemory(sum(c.full), pages, page, c.kv_heads, c.head_dim, dtype, device)
-        recurrent = c.layers - sum(c.full)
-        delta = DeltaMemory(
-            recurrent, slots + 1, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.conv_channels, dtype, device
-        )
-        return HybridMemory(c.full, paged, delta)
+        return HybridMemory(c.full, paged, self.recurrent_memory(slots + 1))
+
+    def recurrent_memory(self, slots: int) -> DeltaMemory:
+        """Slots of the recurrent layers alone, slot 0 for padding."""
+        c, device = self.config, self.model.embed.weight.device
+        return DeltaMemory(
+            c.layers - sum(c.full), slots, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.conv_channels,
+            self.program.torch_dtype, device,
+        )  # fmt: skip
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: HybridMemory, page_table_NB: Tensor) -> Tensor:
         layers = memory.view(page_table_NB)

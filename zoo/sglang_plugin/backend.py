@@ -32,7 +32,8 @@ class PagedBackend(AttentionBackend):
             raise ValueError(f"the key-value pool's layout is {pool.kv_cache_layout}, the zoo's pages need nhd")
         if runner.model_config.context_len > config.positions:
             raise ValueError(f"a context of {runner.model_config.context_len} is longer than the position table of {config.positions}")
-        self.pool = KeyValuePool(pool.k_buffer, pool.v_buffer, runner.page_size, program.torch_dtype)
+        pages = KeyValuePool(pool.k_buffer, pool.v_buffer, runner.page_size, program.torch_dtype)
+        self.pool = runner.model.pool(pages, self.req_to_token_pool.req_to_token.shape[0])
         self.context = runner.model_config.context_len
         self.builder = StepBuilder(
             self.req_to_token_pool.req_to_token, runner.page_size, program.key_segment(config.head_dim), config.positions
@@ -57,6 +58,7 @@ class PagedBackend(AttentionBackend):
                 b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, b.extend_seq_lens, b.extend_prefix_lens,
                 b.extend_seq_lens_cpu, b.extend_prefix_lens_cpu,
             )  # fmt: skip
+            self.pool.begin(b.rids, b.req_pool_indices, b.extend_prefix_lens, b.extend_seq_lens_cpu, b.extend_prefix_lens_cpu)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graphs = GraphSteps(self.builder, max_bs, self.context, self.device)

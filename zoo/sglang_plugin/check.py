@@ -6,10 +6,13 @@ from typing import Any
 
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.options import CHECKED
+from zoo.sglang_plugin.slots import power_of_two
 
 
 def assert_active(runner: Any) -> None:
     """RuntimeError naming the first part of a model runner that is not the zoo's."""
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
     from zoo.sglang_plugin.sampler import RowSampler
     from zoo.sglang_plugin.served import Served
 
@@ -22,6 +25,8 @@ def assert_active(runner: Any) -> None:
         raise RuntimeError(f"the model is {type(runner.model).__module__}.{type(runner.model).__name__}, not the zoo's")
     if not isinstance(runner.sampler, RowSampler):
         raise RuntimeError(f"the sampler is {type(runner.sampler).__name__}, not the zoo's")
+    if not power_of_two(args.page_size) and not hasattr(PagedTokenToKVPoolAllocator.alloc_extend, "__wrapped__"):
+        raise RuntimeError(f"pages of {args.page_size} can't be handed out: the hook on alloc_extend is not active")
     wanted = PROGRAMS[args.attention_backend]
     if runner.model.zoo.program.name != wanted or runner.sampler.program != runner.model.zoo.program:
         raise RuntimeError(f"the model runs program {runner.model.zoo.program.name}, not {wanted}")

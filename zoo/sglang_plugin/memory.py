@@ -107,6 +107,11 @@ class KeyValuePool:
     def during(self, step: Step) -> BoundPool:
         return BoundPool(self, step)
 
+    def begin(
+        self, rids: Sequence[str] | None, request_N: Tensor, contexts_N: Tensor, counts: Sequence[int], contexts: Sequence[int]
+    ) -> None:
+        """Before a prefill's rows: nothing to do, a page's bytes are anybody's."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -120,7 +125,8 @@ class Bound:
     def columns(self) -> int:
         """Columns of a page table for such sequences."""
         unit = self.segment or self.page_size
-        return -(-self.length // unit) * unit // self.page_size if self.length > unit else -(-self.length // self.page_size)
+        tokens = -(-self.length // unit) * unit if self.length > unit else self.length
+        return -(-tokens // self.page_size)
 
 
 class StepBuilder:

@@ -10,4 +10,8 @@ FILTERED = "output_token_filtered_logprobs"
 # internal-state key that holds the fingerprint
 STATE = "zoo"
 # config.json's model_type of the families that this plugin serves
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# those with state in slots, which SGLang must see as plain attention models: parser and architecture of that view
+HYBRID = FAMILIES[2:]
+PARSER = "zoo"
+HYBRID_ARCHITECTURE = "ZooHybridForCausalLM"

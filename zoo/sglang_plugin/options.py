@@ -9,11 +9,14 @@ from typing import Any
 
 from zoo.common.hub import read_config
 from zoo.common.registry import model_class
-from zoo.sglang_plugin.names import FAMILIES, PROGRAMS, SAMPLER
+from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, SAMPLER
+from zoo.sglang_plugin.slots import power_of_two
 
 logger = logging.getLogger(__name__)
 
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
+CHUNK_TOKENS = 8192  # of chunked prefill where SGLang's own default is no multiple of the page
+REQUESTS = 64  # running at once where each needs a slot of state
 CHECKED = "_zoo_checked"  # left on the server's arguments by `around_post_init`; the scheduler asserts it
 
 
@@ -117,6 +120,9 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
     backend = args.attention_backend
     _imply(args, "sampling_backend", SAMPLER, backend)
     _imply(args, "page_size", page_size(config.head_dim), backend)
+    _imply_chunks(args, args.page_size)
+    if kind in HYBRID:
+        _imply_slots(args)
     _imply(args, "grammar_backend", "none", backend)
     if not args.disable_cuda_graph and not args.disable_prefill_cuda_graph:
         _imply(args, "cuda_graph_backend_prefill", "disabled", backend)
@@ -125,6 +131,27 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
             raise ValueError(f"--attention-backend {backend} runs prefill and decode, not --{name} {getattr(args, name)}")
     if args.context_length is not None and args.context_length > config.positions:
         raise ValueError(f"--context-length {args.context_length} is longer than the model's position table of {config.positions}")
+
+
+def _imply_chunks(args: Any, page: int) -> None:
+    """Chunks of prefill are whole pages; SGLang's own default fits pages of a power of two."""
+    given = args.chunked_prefill_size
+    if given is None and not power_of_two(page):
+        args.chunked_prefill_size = CHUNK_TOKENS // page * page
+    elif given is not None and given > 0 and given % page:
+        raise ValueError(f"--chunked-prefill-size {given} is not a multiple of the model's page of {page} tokens")
+
+
+def _imply_slots(args: Any) -> None:
+    """A state belongs to one running request: no prefix of another one is reused, and their number is known at start."""
+    if args.model_config_parser not in ("auto", PARSER):
+        raise ValueError(
+            f"--attention-backend {args.attention_backend} implies --model-config-parser {PARSER}, not {args.model_config_parser}"
+        )
+    args.model_config_parser = PARSER
+    args.disable_radix_cache = True
+    if args.max_running_requests is None:
+        args.max_running_requests = REQUESTS
 
 
 def _imply(args: Any, field: str, value: Any, backend: str) -> None:
@@ -145,7 +172,8 @@ def check(args: Any) -> None:
         if any(value == served and type(value) is type(served) for served in refusal.served):
             continue
         sentence = refusal.sentence(value, backend)
-        if not refusal.inexact or PROGRAMS[backend] == "aligned":
+        # rows or pages that SGLang moves by other ways would leave a state behind, in any program
+        if not refusal.inexact or PROGRAMS[backend] == "aligned" or args.model_config_parser == PARSER:
             raise ValueError(sentence)
         logger.warning("%s", sentence)
     graphs = args.cuda_graph_config

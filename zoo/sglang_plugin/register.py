@@ -5,6 +5,8 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
 - around ServerArgs.__post_init__: one option implies others before they are resolved. The scheduler asserts its mark.
 - around ModelRunner.initialize: backend, sampler and models enter their registries only where they are used. Without it
   `--attention-backend zoo` is unknown to the scheduler.
+- around PagedTokenToKVPoolAllocator.alloc_extend: SGLang's kernel takes pages of a power of two only; for others it is asked for
+  the same slots here. The scheduler asserts that it is wrapped.
 - after ModelRunner._decode_cuda_graph_runner_cls: graphs per bound on the length. The backend refuses to be captured otherwise.
 - after SamplingBatchInfo.from_schedule_batch: FP32 temperature and top_p are too coarse, seeds are dropped. The sampler refuses
   the batch.
@@ -22,10 +24,13 @@ from typing import Any
 
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import around_post_init
+from zoo.sglang_plugin.parser import register_parser
+from zoo.sglang_plugin.slots import around_alloc_extend
 
 logger = logging.getLogger(__name__)
 
 SRT = "sglang.srt"
+KV_MEMORY = "kv_cache"  # SGLang's tag of memory that is released and resumed with its key-value pool
 UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -38,6 +43,7 @@ def register() -> None:
     server_args.SAMPLING_BACKEND_CHOICES.add(SAMPLER)
     for target, hook, kind in hooks():
         HookRegistry.register(f"{SRT}.{target}", hook, HookType[kind])
+    register_parser()
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], str]]:
@@ -45,6 +51,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
     return [
         ("server_args.ServerArgs.__post_init__", around_post_init, "AROUND"),
         ("model_executor.model_runner.ModelRunner.initialize", around_initialize, "AROUND"),
+        ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend", around_alloc_extend, "AROUND"),
         ("model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", after_graph_runner, "AFTER"),
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),
@@ -62,6 +69,9 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     result = original(runner)
     from zoo.sglang_plugin.check import assert_active
 
+    # before SGLang measures what is left for its key-value pool
+    with runner.memory_saver_adapter.region(KV_MEMORY):
+        runner.model.reserve(args.max_running_requests)
     runner.sampler.program = runner.model.zoo.program
     assert_active(runner)
     printed = runner.model.fingerprint()

@@ -21,12 +21,12 @@ from zoo.common.program import resolve
 from zoo.common.registry import model_class
 from zoo.common.serving import ForServing
 from zoo.sglang_plugin.backend import PagedBackend
+from zoo.sglang_plugin.loading import load
+from zoo.sglang_plugin.memory import KeyValuePool
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.scores import prompt_scores
 
 logger = logging.getLogger(__name__)
-
-LOAD_BYTES = 1 << 30  # published tensors on the device at once while a checkpoint streams in
 
 
 class Served(nn.Module):
@@ -53,6 +53,13 @@ class Served(nn.Module):
         self._loaded = False
         self._checked = False
         self._returns_experts = bool(args.enable_return_routed_experts)
+
+    def reserve(self, requests: int) -> None:
+        """Memory beside the key-value pool for `requests` at once; none here."""
+
+    def pool(self, pages: KeyValuePool, requests: int) -> Any:
+        """What the backend keeps for this model: pages alone here. requests: places in SGLang's table, padding counted."""
+        return pages
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **kwargs: Any) -> LogitsProcessorOutput:
@@ -90,43 +97,13 @@ class Served(nn.Module):
             logger.warning("the zoo's weights were not loaded from a checkpoint (dummy or shared memory)")
         self._checked = True
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part.
-
-        A list that lies on the device is checked whole before its first write; a stream in pieces of LOAD_BYTES.
-        """
-        device = next(self.zoo.parameters()).device
-        names: set[str] = set()
-        for piece in _pieces(weights):
-            names.update(name for name, _ in piece)
-            self.zoo.load_weights([(name, tensor.to(device)) for name, tensor in piece])
-        if not self._loaded:
-            absent = self._required() - names
-            if absent:
-                some = ", ".join(sorted(absent)[:4])
-                raise ValueError(f"the checkpoint lacks {len(absent)} tensors of this geometry: {some}")
-            self._loaded = True
-
-    def _required(self) -> set[str]:
-        table = self.zoo.table_of()
-        return {piece.published for entry in table.entries if not entry.optional_alias for piece in entry.layouts[0]}
+        """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part."""
+        load(self.zoo, weights, whole=not self._loaded)
+        self._loaded = True
 
     def fingerprint(self) -> Fingerprint:
         return self.zoo.fingerprint()
-
-
-def _pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    piece: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        piece.append((name, tensor))
-        size += 0 if tensor.is_cuda else tensor.nbytes
-        if size >= LOAD_BYTES:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
 
 
 class _CaptureExperts:

@@ -230,7 +230,7 @@ class Ladder:
         """Rung 3: serving against training, log-probabilities and every cached byte after every push."""
         subject, documents = self.subject, self.documents
         reference, empty = self._reference()
-        own = subject.server.new_memory(2).page_size
+        own = subject.server.make_memory(2).page_size
 
         def prefill(page_size: int | None, chunked: bool, seed: int) -> Way:
             return lambda tap: ways.prefill(subject, tap, documents, page_size=page_size, chunked=chunked, seed=seed)

@@ -40,7 +40,7 @@ def sample(subject: Subject, settings: Settings) -> list[Completion]:
         # a second request of a document reads another prefix of it
         prompts.append(document[: max(1, min(len(document), longest) - 5 * (i // len(subject.documents)))])
         params.append(replace(PARAMS[i % len(PARAMS)], max_new_tokens=settings.drawn, ignore_eos=True))
-    memory = subject.server.new_memory(2)
+    memory = subject.server.make_memory(2)
     # what the requests need and no more: on a GPU the scoring process wants room too
     pages = 1 + sum(memory.pages_for(len(prompt) + settings.drawn) for prompt in prompts)
     completions = Engine(subject.server, pages=pages, chunk_rows=1024).generate(prompts, params)

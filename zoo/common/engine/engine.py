@@ -74,7 +74,7 @@ class Engine:
             raise ValueError(f"graphs=True needs a CUDA device, the model is on {self.device}")
         self.stats = Stats()
         self._pages, self._page_size = pages or self._fitting_pages(page_size, max_batch), page_size
-        memory = model.new_memory(self._pages, page_size)
+        memory = model.make_memory(self._pages, page_size)
         self._released = False
         self._parameters = list(model.parameters())
         self._take_version()
@@ -191,7 +191,7 @@ class Engine:
 
     def _use_memory(self, pages: int) -> None:
         del self.runner, self.scheduler.memory  # before the next one is made: both may not fit
-        memory = self.model.new_memory(pages, self._page_size)
+        memory = self.model.make_memory(pages, self._page_size)
         self.scheduler.memory, self.scheduler.pool = memory, PagePool(memory.pages, memory.slots, memory.page_size)
         self.runner = Runner(self.model, memory, self.graphs)
 
@@ -330,9 +330,9 @@ class Engine:
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             room = int((torch.cuda.mem_get_info(self.device)[0] + cached) * GPU_SHARE)
-        probe = self.model.new_memory(2, page_size)
+        probe = self.model.make_memory(2, page_size)
         useful = max_batch * probe.pages_for(self.model.config.positions) + 1
         two = probe.nbytes
         del probe
-        page = self.model.new_memory(3, page_size).nbytes - two
+        page = self.model.make_memory(3, page_size).nbytes - two
         return max(2, min(useful, (room - (two - 2 * page)) // page))  # what two pages do not explain is slots

@@ -1,0 +1,32 @@
+"""Qwen3.5 and Qwen3.6, dense and mixture of experts, text model or the published vision-language checkpoint around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo.common.delta_memory import DeltaMemory
+from zoo.qwen3_5 import Qwen35ForServing
+from zoo.sglang_plugin.memory import KeyValuePool
+from zoo.sglang_plugin.served import Served
+from zoo.sglang_plugin.states import HybridPool
+
+
+class ZooHybridForCausalLM(Served):
+    """Its key-value pool holds the attention layers only, its other layers' state lies in slots."""
+
+    zoo: Qwen35ForServing
+    delta: DeltaMemory
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__(config, quant_config, prefix)
+        # SGLang's pool has the layers of this range, so the attention layers stand in it one after another
+        self.start_layer, self.end_layer = 0, sum(self.zoo.config.full)
+
+    def reserve(self, requests: int) -> None:
+        self.delta = self.zoo.recurrent_memory(requests + 1)
+
+    def pool(self, pages: KeyValuePool, requests: int) -> HybridPool:
+        return HybridPool(self.zoo.config.full, pages, self.delta, requests)
+
+
+EntryClass = ZooHybridForCausalLM

@@ -1,0 +1,24 @@
+"""SGLang's registry of config parsers: how a hybrid checkpoint looks to a server that was started with the zoo's backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zoo.common.hub import read_config
+from zoo.sglang_plugin.names import PARSER
+from zoo.sglang_plugin.states import served_fields
+
+
+def register_parser() -> None:
+    """`--model-config-parser zoo`; nobody's default, implied for hybrid models only."""
+    from sglang.srt.configs.model_config_parser_registry import ModelConfigParserBase, register_model_config_parser
+    from transformers import PretrainedConfig
+
+    class HybridParser(ModelConfigParserBase):  # type: ignore[misc]
+        """A plain configuration: SGLang's own class for these models would switch on its pools for recurrent layers."""
+
+        def parse(self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any) -> Any:
+            return PretrainedConfig(**served_fields(read_config(model, revision)))
+
+    register_model_config_parser(PARSER)(HybridParser)
