@@ -21,17 +21,20 @@ def load(zoo: ForServing, weights: Iterable[tuple[str, Tensor]], whole: bool) ->
     ValueError if `whole` and a tensor of the geometry is missing.
     """
     device, table = next(zoo.parameters()).device, zoo.table_of()
-    fp32 = (entry for entry in table.entries if table.is_fp32(entry.ours))
-    widened = {piece.published for entry in fp32 for layout in entry.layouts for piece in layout}
+    fp32 = {p.published for entry in table.entries if table.is_fp32(entry.ours) for layout in entry.layouts for p in layout}
     names: set[str] = set()
     for piece in _pieces((name, tensor) for name, tensor in weights if not table.is_carried(name)):
         names.update(name for name, _ in piece)
-        # FP32 parameters may be published narrower: widening is exact
-        zoo.load_weights([(n, t.to(device, torch.float32) if n in widened else t.to(device)) for n, t in piece])
+        zoo.load_weights([(n, _widened(t.to(device)) if n in fp32 else t.to(device)) for n, t in piece])
     absent = _absent(table, names) if whole else set()
     if absent:
         some = ", ".join(sorted(absent)[:4])
         raise ValueError(f"the checkpoint lacks {len(absent)} tensors of this geometry: {some}")
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """FP32 parameters may be published narrower: widening is exact."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _absent(table: WeightTable, names: set[str]) -> set[str]:

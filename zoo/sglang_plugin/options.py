@@ -50,6 +50,7 @@ REFUSALS = (
     Refusal("enable_hisparse", (False,), "attention reads the whole history"),
     Refusal("enable_hierarchical_cache", (False,), "history moved to the host and back is untested", inexact=True),
     Refusal("enable_lmcache", (False,), "history kept elsewhere is untested", inexact=True),
+    Refusal("enable_flexkv", (False,), "history kept elsewhere is untested", inexact=True),
     Refusal("speculative_algorithm", (None,), "drafted tokens are verified by rows that the plugin does not build yet"),
     Refusal("dllm_algorithm", (None,), "only causal language models are served"),
     Refusal("is_embedding", (False,), "only causal language models are served"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import torch
 
 from zoo.common.delta_memory import DeltaMemory
 from zoo.qwen3_5 import Qwen35ForServing
 from zoo.sglang_plugin.memory import KeyValuePool
 from zoo.sglang_plugin.served import Served
 from zoo.sglang_plugin.states import HybridPool
+
+logger = logging.getLogger(__name__)
 
 
 class ZooHybridForCausalLM(Served):
@@ -23,7 +28,11 @@ class ZooHybridForCausalLM(Served):
         self.start_layer, self.end_layer = 0, sum(self.zoo.config.full)
 
     def reserve(self, requests: int) -> None:
-        self.delta = self.zoo.recurrent_memory(requests + 1)
+        try:
+            self.delta = self.zoo.recurrent_memory(requests + 1)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"the states of --max-running-requests {requests} don't fit the device's free memory") from error
+        logger.info("zoo: %d slots of state, %.2f GiB", requests, self.delta.nbytes / 2**30)
 
     def pool(self, pages: KeyValuePool, requests: int) -> HybridPool:
         return HybridPool(self.zoo.config.full, pages, self.delta, requests)
