@@ -64,6 +64,38 @@ class Entry:
     optional_alias: bool = False
 
 
+def single(ours: str, published: str, shape: tuple[int, ...], *, optional_alias: bool = False) -> Entry:
+    """One parameter that is one published tensor of `shape`."""
+    return Entry(ours, ((Piece(published, shape),),), optional_alias)
+
+
+def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int]]) -> Entry:
+    """Published projections of one input, (name, rows) each of `columns` columns, stacked by rows in the order given."""
+    pieces, start = [], 0
+    for published, rows in parts:
+        pieces.append(Piece(published, (rows, columns), start=start))
+        start += rows
+    return Entry(ours, (tuple(pieces),))
+
+
+def gated_mlp(ours: str, theirs: str, hidden: int, inner: int) -> list[Entry]:
+    """The parameters of a `GatedMLP`: gate over up, and down."""
+    return [
+        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", inner) for n in ("gate", "up")]),
+        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, inner)),
+    ]
+
+
+def experts_one_by_one(theirs: str, count: int, hidden: int, inner: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The layouts of `Experts`' gate_up and down where each expert's projections are published by themselves."""
+    gate_up = tuple(
+        Piece(f"{theirs}.{e}.{name}_proj.weight", (inner, hidden), expert=e, start=start)
+        for e in range(count)
+        for name, start in (("gate", 0), ("up", inner))
+    )
+    return gate_up, tuple(Piece(f"{theirs}.{e}.down_proj.weight", (hidden, inner), expert=e) for e in range(count))
+
+
 @dataclass(frozen=True)
 class WeightTable:
     """All parameters of a geometry.

@@ -1,4 +1,4 @@
-"""nn.Modules that own a parameter and call one op. No arithmetic of their own."""
+"""nn.Modules that own parameters and call ops, shared by the architectures. No arithmetic of their own."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ class RMSNorm(nn.Module):
             normed = ops.rms_norm(residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
             return normed, residual_RD
         return ops.add_rms_norm(branch_RD, residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x); gate and up are one Linear, gate rows first."""
+
+    def __init__(self, hidden: int, inner: int, program: Program) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden, 2 * inner, program)
+        self.down = Linear(inner, hidden, program)
+        self.program = program
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program))
 
 
 class Experts(nn.Module):

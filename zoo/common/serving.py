@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.memory import ServingMemory
-from zoo.common.pretrained import Pretrained
+from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows
 
 
@@ -27,6 +27,7 @@ class ForServing(Pretrained, nn.Module):
         """Token ids to final normed rows [R, D], writing memory: the subclass's loop."""
         raise AssertionError("written by each architecture")
 
+    @own_dtypes
     @torch.no_grad()
     def prefill(
         self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None
@@ -50,10 +51,12 @@ class ForServing(Pretrained, nn.Module):
         """One row of each sequence: FP32 logits [N, V]."""
         return self.logits(self.prefill(ids_N, rows, memory, page_table_NB))
 
+    @own_dtypes
     def logits(self, hidden_RD: Tensor, inverse_temperature_R: Tensor | None = None) -> Tensor:
         """FP32 logits [R, V] of final rows."""
         return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program, inverse_temperature_R=inverse_temperature_R)
 
+    @own_dtypes
     @torch.no_grad()
     def log_prob(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
         """FP32 log-probabilities [R] of `targets_R` after final rows."""

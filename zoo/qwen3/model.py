@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.layers import Embedding, Experts, HeadNormRope, Linear, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
 from zoo.common.memory import KeyValueMemory
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
@@ -31,19 +31,6 @@ class Attention(nn.Module):
         q_RHE, k_RGE, v_RGE = self.norm(self.qkv(x_RD), rotary, rows.positions_R)
         history = memory.append(k_RGE, v_RGE, rows)
         return self.out(ops.attention(q_RHE, history, rows, self.scale, program=self.program).flatten(1))
-
-
-class MLP(nn.Module):
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, config: Qwen3Config, program: Program) -> None:
-        super().__init__()
-        self.gate_up = Linear(config.hidden, 2 * config.inner, program)
-        self.down = Linear(config.inner, config.hidden, program)
-        self.program = program
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program))
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,7 +57,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.eps, program)
         self.attention = Attention(config, program)
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
-        self.mlp = MixtureOfExperts(config, program) if config.experts else MLP(config, program)
+        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
 
     def forward(
         self, residual_RD: Tensor, branch_RD: Tensor | None, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.delta_memory import DeltaLayer
-from zoo.common.layers import Embedding, Experts, HeadNormRope, Linear, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
 from zoo.common.memory import KeyValueMemory
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
@@ -69,19 +69,6 @@ class GatedDeltaNet(nn.Module):
         return self.out(ops.gated_rms_norm(o_RVE, z_RVE, self.norm, self.eps, program=self.program).flatten(1))
 
 
-class MLP(nn.Module):
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, hidden: int, inner: int, program: Program) -> None:
-        super().__init__()
-        self.gate_up = Linear(hidden, 2 * inner, program)
-        self.down = Linear(inner, hidden, program)
-        self.program = program
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program))
-
-
 class MixtureOfExperts(nn.Module):
     """The top K of X experts, and a shared expert with a gate of its own, the last leaf of the sum."""
 
@@ -92,7 +79,7 @@ class MixtureOfExperts(nn.Module):
             hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden)
         )
         self.experts = Experts(config.experts, hidden, config.expert_inner, program)
-        self.shared = MLP(hidden, config.shared_inner, program)
+        self.shared = GatedMLP(hidden, config.shared_inner, program)
         self.shared_gate = Linear(hidden, 1, program, out_dtype=torch.float32, k_parts=narrow_parts(1, hidden))
         self.top_k, self.program = config.experts_per_token, program
 
@@ -110,7 +97,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
         self.mixer = Attention(config, program) if full else GatedDeltaNet(config, program)
         self.post_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
-        self.mlp = MixtureOfExperts(config, program) if config.experts else MLP(config.hidden, config.inner, program)
+        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
 
     def forward(
         self,

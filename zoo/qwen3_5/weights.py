@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.checkpoint import Entry, Piece, WeightTable
+from zoo.common.checkpoint import Entry, Piece, WeightTable, experts_one_by_one, gated_mlp, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
@@ -13,23 +13,23 @@ FP32 = (r".*\.mixer\.(a_log|dt_bias|norm)",)
 def table(config: Qwen35Config) -> WeightTable:
     """Ours <- published, for every tensor of the geometry."""
     root = "model.language_model" if config.wrapped else "model"
-    entries = [
-        _one("model.embed.weight", f"{root}.embed_tokens.weight", (config.vocabulary, config.hidden)),
-        _one("model.norm.weight", f"{root}.norm.weight", (config.hidden,)),
-    ]
     head = "model.embed.weight" if config.tied else "model.head.weight"
-    entries.append(Entry(head, ((Piece("lm_head.weight", (config.vocabulary, config.hidden)),),), optional_alias=config.tied))
+    entries = [
+        single("model.embed.weight", f"{root}.embed_tokens.weight", (config.vocabulary, config.hidden)),
+        single("model.norm.weight", f"{root}.norm.weight", (config.hidden,)),
+        single(head, "lm_head.weight", (config.vocabulary, config.hidden), optional_alias=config.tied),
+    ]
     for i, full in enumerate(config.full):
         ours, theirs = f"model.layers.{i}", f"{root}.layers.{i}"
         entries += [
-            _one(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", (config.hidden,)),
-            _one(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", (config.hidden,)),
+            single(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", (config.hidden,)),
+            single(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", (config.hidden,)),
         ]
         entries += (_attention if full else _delta)(config, f"{ours}.mixer", theirs)
         entries += (
             _experts(config, f"{ours}.mlp", f"{theirs}.mlp")
             if config.experts
-            else _mlp(config.hidden, config.inner, f"{ours}.mlp", f"{theirs}.mlp")
+            else gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", config.hidden, config.inner)
         )
     return WeightTable(tuple(entries), carried=CARRIED, fp32=FP32)
 
@@ -38,14 +38,14 @@ def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     theirs, kv = f"{layer}.self_attn", config.kv_heads * config.head_dim
     queries = 2 * config.heads * config.head_dim  # each head's query rows, then its gate rows
     return [
-        _rows(
+        stacked_rows(
             f"{ours}.qkv.weight",
             config.hidden,
             [(f"{theirs}.{n}_proj.weight", r) for n, r in (("q", queries), ("k", kv), ("v", kv))],
         ),
-        _one(f"{ours}.norm.q", f"{theirs}.q_norm.weight", (config.head_dim,)),
-        _one(f"{ours}.norm.k", f"{theirs}.k_norm.weight", (config.head_dim,)),
-        _one(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, config.heads * config.head_dim)),
+        single(f"{ours}.norm.q", f"{theirs}.q_norm.weight", (config.head_dim,)),
+        single(f"{ours}.norm.k", f"{theirs}.k_norm.weight", (config.head_dim,)),
+        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, config.heads * config.head_dim)),
     ]
 
 
@@ -53,53 +53,27 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     theirs, values, heads = f"{layer}.linear_attn", config.value_heads * config.value_dim, config.value_heads
     parts = [("qkv", config.conv_channels), ("z", values), ("b", heads), ("a", heads)]
     return [
-        _rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r) for n, r in parts]),
-        _one(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH)),
-        _one(f"{ours}.a_log", f"{theirs}.A_log", (heads,)),
-        _one(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,)),
-        _one(f"{ours}.norm", f"{theirs}.norm.weight", (config.value_dim,)),
-        _one(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values)),
-    ]
-
-
-def _mlp(hidden: int, inner: int, ours: str, theirs: str) -> list[Entry]:
-    return [
-        _rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", inner) for n in ("gate", "up")]),
-        _one(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, inner)),
+        stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r) for n, r in parts]),
+        single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH)),
+        single(f"{ours}.a_log", f"{theirs}.A_log", (heads,)),
+        single(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,)),
+        single(f"{ours}.norm", f"{theirs}.norm.weight", (config.value_dim,)),
+        single(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values)),
     ]
 
 
 def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
     """Routed experts as published (stacked), or one by one as transformers saves them."""
     count, inner, hidden = config.experts, config.expert_inner, config.hidden
-    each = [(e, f"{theirs}.experts.{e}") for e in range(count)]
-    gate_up = tuple(
-        Piece(f"{name}.{part}_proj.weight", (inner, hidden), expert=e, start=start)
-        for e, name in each
-        for part, start in (("gate", 0), ("up", inner))
-    )
-    down = tuple(Piece(f"{name}.down_proj.weight", (hidden, inner), expert=e) for e, name in each)
+    gate_up, down = experts_one_bysingle(f"{theirs}.experts", count, hidden, inner)
     stacked = (
         Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * inner, hidden)),
         Piece(f"{theirs}.experts.down_proj", (count, hidden, inner)),
     )
     return [
-        _one(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
+        single(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
         Entry(f"{ours}.experts.gate_up", ((stacked[0],), gate_up)),
         Entry(f"{ours}.experts.down", ((stacked[1],), down)),
-        *_mlp(hidden, config.shared_inner, f"{ours}.shared", f"{theirs}.shared_expert"),
-        _one(f"{ours}.shared_gate.weight", f"{theirs}.shared_expert_gate.weight", (1, hidden)),
+        *gated_mlp(f"{ours}.shared", f"{theirs}.shared_expert", hidden, config.shared_inner),
+        single(f"{ours}.shared_gate.weight", f"{theirs}.shared_expert_gate.weight", (1, hidden)),
     ]
-
-
-def _one(ours: str, published: str, shape: tuple[int, ...]) -> Entry:
-    return Entry(ours, ((Piece(published, shape),),))
-
-
-def _rows(ours: str, columns: int, parts: list[tuple[str, int]]) -> Entry:
-    """Published projections of one input, stacked by rows in the order given."""
-    pieces, start = [], 0
-    for published, rows in parts:
-        pieces.append(Piece(published, (rows, columns), start=start))
-        start += rows
-    return Entry(ours, (tuple(pieces),))
