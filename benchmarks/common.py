@@ -10,17 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zoo.common.registry import model_class
+from zoo.verify.subject import config_of
+
 COLD_BYTES = 128 << 20  # more than twice an H200's L2: weights rotate through so much before one is read again
 MOST_SETS = 256
 PACKAGES = ("triton", "flash-attn-4", "sgl-deep-gemm", "flash-linear-attention", "sglang")
-RESULTS = Path(__file__).parent / "results"
 Calls = Sequence[Callable[[], Any]]
 
 
@@ -95,13 +97,7 @@ def table(rows: Iterable[Sequence[Any]], header: Sequence[str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
 class Timer(Protocol):
@@ -226,38 +222,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
 
 
-FAMILIES = {
-    "qwen3": ("zoo.qwen3", "SIZES", "Qwen3"),
-    "qwen3_moe": ("zoo.qwen3", "MOE_SIZES", "Qwen3"),
-    "qwen3_5": ("zoo.qwen3_5", "SIZES", "Qwen35"),
-    "qwen3_5_moe": ("zoo.qwen3_5", "MOE_SIZES", "Qwen35"),
-}
-
-
 def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type[Any], type[Any]]:
     """(config, trainer class, server class). ValueError for an architecture, size or layer count that there is not."""
-    if arch not in FAMILIES:
-        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(FAMILIES)}")
-    module_name, table_name, stem = FAMILIES[arch]
-    module = vars(importlib.import_module(module_name))
-    sizes = vars(importlib.import_module(f"{module_name}.config"))[table_name]
-    if size not in sizes:
-        raise ValueError(f"{arch} has no size {size!r}; there are {', '.join(sizes)}")
-    config = sizes[size]
-    if layers is not None:
-        if not 1 <= layers <= config.layers:
-            raise ValueError(f"--layers {layers}: {arch} {size} has 1 to {config.layers}")
-        mixed = {"full": config.full[:layers]} if "full" in vars(config) else {}
-        config = replace(config, layers=layers, **mixed)
-    return config, module[f"{stem}ForRL"], module[f"{stem}ForServing"]
+    config = config_of(arch, size, layers)
+    fields = config.to_hf()
+    return config, model_class(fields, "rl"), model_class(fields, "serving")
 
 
 def in_parallel(module: str, arguments: Sequence[Sequence[str]], seconds: float) -> None:
     """Runs `python -m module ...` once per argument list, all at once: kernels compile and libraries fill their disk caches."""
     started = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, a)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        subprocess.Popen([sys.executable, "-m", module, *map(str, a)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for a in arguments
     ]
     end = time.monotonic() + seconds

@@ -5,14 +5,14 @@
 Environment: NOWARM=1 skips the compile pass, BUDGET seconds in all (230), OUT folder of decisions.jsonl.
 Times named `graph` are of CUDA-graph replays (several calls in one graph, L2 warm); `bench` are triton do_bench medians.
 """
-import json, os, subprocess, sys, time, traceback
+import json, os, subprocess, sys, tempfile, time, traceback
 
 T0 = time.time()
 ALL = ["A1", "A2", "A3", "A4", "B", "D", "C", "E", "F"]
 OUT = os.environ.get("OUT", ".")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/tmp/decisions_fa4_cache")
-os.environ.setdefault("DG_JIT_CACHE_DIR", "/tmp/decisions_dg_cache")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(tempfile.gettempdir(), "decisions_fa4_cache"))
+os.environ.setdefault("DG_JIT_CACHE_DIR", os.path.join(tempfile.gettempdir(), "decisions_dg_cache"))
 DRY = os.environ.get("DECISIONS_DRY") == "1"
 DEADLINE = float(os.environ.get("DECISIONS_DEADLINE", "0"))
 ROWS, SECTION = [], "?"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.admit import admit
-from benchmarks.common import FAMILIES, Budget, Recorder, about, first_line, geometry, in_parallel, numbers, table
+from benchmarks.common import Budget, Recorder, about, first_line, geometry, in_parallel, numbers, table
 from zoo.common import ops
 from zoo.common.hybrid_memory import HybridMemory
 from zoo.common.layers import RotaryTable
@@ -30,6 +30,7 @@ from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph, ForServing
 from zoo.common.training import ForRL
 from zoo.verify.qualify import targets_of
+from zoo.verify.subject import SIZES
 
 PARTS = ("ladder", "decode", "prefill", "score", "train", "long")
 LONG = 32768
@@ -61,9 +62,7 @@ def switchable(names: Sequence[str]) -> list[str]:
 def shares(base_us: float, alone_us: Mapping[str, float], whole_us: float) -> list[dict[str, Any]]:
     """Added microseconds per switched op, and its share of what all of them add; the rest is their interaction."""
     whole = whole_us - base_us
-    out = [
-        {"op": op, "added_us": us - base_us, "share": (us - base_us) / whole if whole else None} for op, us in alone_us.items()
-    ]
+    out = [{"op": op, "added_us": us - base_us, "share": (us - base_us) / whole if whole else None} for op, us in alone_us.items()]
     rest = whole - sum(us - base_us for us in alone_us.values())
     return [*out, {"op": "together beyond the sum", "added_us": rest, "share": rest / whole if whole else None}]
 
@@ -326,9 +325,7 @@ def score(bench: Bench, documents: int, length: int) -> None:
     _free(bench)
 
 
-def train(
-    bench: Bench, documents: int, length: int, what: str = "train", modes: Sequence[bool] = (False, True), rounds: int = 3
-) -> None:
+def train(bench: Bench, documents: int, length: int, what: str = "train", modes: Sequence[bool] = (False, True), rounds: int = 3) -> None:
     """Forward and backward of -score.sum() / N. Peak memory is that of the step with parameters and gradients."""
     ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
     for checkpointed in modes:
@@ -340,9 +337,7 @@ def train(
         try:
             times = turns(calls, min(rounds, bench.rounds), bench.device)
         except torch.OutOfMemoryError as error:
-            bench.record.add(
-                {"kind": "model", "arch": bench.arch, "size": bench.size, "what": what, **more, "error": first_line(error)}
-            )
+            bench.record.add({"kind": "model", "arch": bench.arch, "size": bench.size, "what": what, **more, "error": first_line(error)})
             print(f"{what}, checkpointing {checkpointed}: {first_line(error)}", flush=True)
         else:
             bench.row(what, times, documents * length, **more, **{f"{name}_peak_gib": peak for name, peak in peaks.items()})
@@ -390,9 +385,7 @@ def ablate(bench: Bench, batches: Sequence[int], context: int, documents: int, l
         if "score" in parts and bench.budget.allows("ablation, score", 15.0):
             ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
             trainers = {name: twin(bench.source, bench.trainer, program).eval() for name, program in programs.items()}
-            times = turns(
-                {name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(2, bench.rounds), bench.device
-            )
+            times = turns({name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(2, bench.rounds), bench.device)
             _shares(bench, "score", times, documents=documents, length=length)
 
 
@@ -454,7 +447,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    made.add_argument("arch", choices=tuple(FAMILIES))
+    made.add_argument("arch", choices=tuple(SIZES))
     made.add_argument("--size", default="8b")
     made.add_argument("--layers", type=int)
     made.add_argument("--what", default="ladder,decode,prefill,score", help=f"of {','.join(PARTS)}")
@@ -524,9 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _warm(given.arch, given, parts, batches, budget.left / 2)
     torch.manual_seed(given.seed)
     source = trainer.from_config(config, seed=given.seed, device=device, program="aligned")
-    bench = Bench(
-        given.arch, given.size, config, aligned, bench_rival, source, trainer, server, budget, record, providers=providers
-    )
+    bench = Bench(given.arch, given.size, config, aligned, bench_rival, source, trainer, server, budget, record, providers=providers)
     if given.compile_only or not cuda:
         bench.rounds = 1
     for what, run in _plan(bench, given, parts, batches, contexts, lengths):

@@ -41,6 +41,7 @@ from zoo.common import ops
 from zoo.common.delta_memory import CHUNK, DeltaMemory
 from zoo.common.memory import KeyValues, PagedMemory
 from zoo.common.ops import CONTRACTS
+from zoo.common.ops.log_prob import VOCABULARY_CHUNK
 from zoo.common.program import Program, narrow_parts, resolve
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
@@ -103,7 +104,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and by which programs. `width` divides shapes in smoke runs."""
+    """Where and by which programs. `tiny`: smoke runs, whose shapes `size` caps."""
 
     device: torch.device
     ours: Program
@@ -235,11 +236,7 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
             f"{model} {heads}+{kv_heads} heads of {width}",
             rows,
             {"aligned": lambda i, run=run, a=(qkv, positions): run(*a)},
-            {
-                "compiled": lambda i, a=(qkv, *weights, turn, positions, heads, kv_heads, EPS): rivals.compiled(rivals.norm_rope)(
-                    *a
-                )
-            },
+            {"compiled": lambda i, a=(qkv, *weights, turn, positions, heads, kv_heads, EPS): rivals.compiled(rivals.norm_rope)(*a)},
             flops=0.0,
             nbytes=4.0 * rows * (heads + kv_heads) * width,
             law=subset_law(
@@ -334,14 +331,10 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
 
     def sdpa(i: int) -> Tensor:
         keys, values = (contiguous(pool, i) for pool in (memory.k_LPSGE, memory.v_LPSGE))
-        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[
-            :, :, 0
-        ]
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
 
     def exact() -> Tensor:
-        keys, values = (
-            contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE)
-        )
+        keys, values = (contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE))
         scores = (q[:4, :, None].double() @ keys.transpose(2, 3)) * scale
         return (torch.softmax(scores, -1) @ values)[:, :, 0]
 
@@ -373,9 +366,7 @@ def _prefill_attention(place: Place, model: str, heads: int, groups: int, width:
 
     def sdpa() -> Tensor:
         each = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(
-            0, 1
-        )
+        return torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
     def law() -> None:
         for length in (1, 129, rows - 1):
@@ -484,9 +475,7 @@ def combine(place: Place, rows: int) -> Iterator[Work]:
             {"compiled": lambda i, a=(slots, weights): rivals.compiled(rivals.combine)(*a)},
             flops=0.0,
             nbytes=2.0 * rows * hidden * (top_k + 1),
-            law=subset_law(
-                lambda run=run, a=whole: run(*a), lambda i, run=run, a=whole: run(*(t[i] for t in a)), rows, place.device
-            ),
+            law=subset_law(lambda run=run, a=whole: run(*a), lambda i, run=run, a=whole: run(*(t[i] for t in a)), rows, place.device),
             exact=lambda a=whole: (a[0].double() * a[1].double()[..., None]).sum(1),
         )
 
@@ -503,7 +492,7 @@ def log_prob(place: Place, rows: int) -> Iterator[Work]:
         def run(x: Tensor, t: Tensor, w: Tensor = w) -> Tensor:
             return ops.log_prob(x, w, t, program=place.ours).log_prob_R
 
-        shapes = {min(vocabulary, 16384), vocabulary % 16384 or 16384}
+        shapes = {min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
         yield Work(
             "log_prob",
             f"{model} {vocabulary}x{hidden}",
@@ -521,9 +510,7 @@ def log_prob(place: Place, rows: int) -> Iterator[Work]:
                 rows,
                 place.device,
             ),
-            exact=lambda a=(x, w, targets): torch.log_softmax(a[0][:4].double() @ a[1].double().T, 1).gather(1, a[2][:4, None])[
-                :, 0
-            ],
+            exact=lambda a=(x, w, targets): torch.log_softmax(a[0][:4].double() @ a[1].double().T, 1).gather(1, a[2][:4, None])[:, 0],
             picked=lambda out: out[:4],
             targets=tuple(Target("linear", (n, hidden, 1)) for n in shapes),
         )
@@ -553,7 +540,7 @@ def sample(place: Place, rows: int) -> Iterator[Work]:
             nbytes=4.0 * logits.numel(),
             law=subset_law(
                 lambda d=drawn: tuple(ops.sample(logits, d, place.ours)),
-                lambda i, d=drawn: tuple(ops.sample(logits[i], RowSampling(*(t[i] for t in d.tensors())), place.ours)),
+                lambda i, d=drawn: tuple(ops.sample(logits[i], d[i], place.ours)),
                 rows,
                 place.device,
             ),
@@ -591,9 +578,7 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
                 mine = tuple(t[index.to(place.device)] for t in a)
                 outs.append(
                     [
-                        ops.gated_delta(
-                            *mine, view, Rows.pushed([1] * len(index), [j] * len(index), place.device), program=place.ours
-                        )[-1:]
+                        ops.gated_delta(*mine, view, Rows.pushed([1] * len(index), [j] * len(index), place.device), program=place.ours)[-1:]
                         for j in range(CHUNK + 1)
                     ]
                 )
@@ -678,9 +663,7 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
         row["error_vs_fp64"] = relative_error(outs[first], exact)
         if row["rival"]:
             row["rival_error_vs_fp64"] = relative_error(outs[row["rival"]], exact)
-    row["provider"] = "/".join(CONTRACTS[t.op].provider(program, t.shape).name for t in work.targets) or program.byte_class(
-        work.op
-    )
+    row["provider"] = "/".join(CONTRACTS[t.op].provider(program, t.shape).name for t in work.targets) or program.byte_class(work.op)
     row["timing"] = "events" if work.eager else "graph"
     row["others"] = {name: us for name, us in times.items() if name not in (first, row["rival"])}
     return row | ({"failed": failed} if failed else {})
@@ -688,10 +671,7 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
 
 def lines(rows: Sequence[dict[str, Any]]) -> str:
     keys = ("op", "shape", "rows", "us", "tflops", "gbps", "rival", "rival_us", "ratio", "provider")
-    body = [
-        [*(row.get(key) for key in keys), "" if row.get("bytes") == "equal" else row.get("bytes", row.get("error"))]
-        for row in rows
-    ]
+    body = [[*(row.get(key) for key in keys), "" if row.get("bytes") == "equal" else row.get("bytes", row.get("error"))] for row in rows]
     return table(body, ("op", "shape", "rows", "us", "TFLOP/s", "GB/s", "rival", "rival us", "ratio", "ours by", ""))
 
 
@@ -723,19 +703,13 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     record = Recorder(given.out, about(device, given.smoke), given.smoke)
     dtype, cuda = torch.bfloat16, device.type == "cuda"
     theirs = resolve("unaligned", device, dtype) if cuda else None
-    place = Place(
-        device, resolve("aligned", device, dtype), theirs, contexts=(70,) if given.smoke else CONTEXTS, tiny=given.smoke
-    )
+    place = Place(device, resolve("aligned", device, dtype), theirs, contexts=(70,) if given.smoke else CONTEXTS, tiny=given.smoke)
     graph, events = (timer, timer) if timer else (WallClock(), WallClock()) if not cuda else (GraphTimer(), EventTimer())
     asked = numbers(given.rows) if given.rows else None
-    plan = [
-        (name, rows) for name in names for rows in asked or ((1, 8) if given.smoke else GEMM_ROWS if name == "linear" else ROWS)
-    ]
+    plan = [(name, rows) for name in names for rows in asked or ((1, 8) if given.smoke else GEMM_ROWS if name == "linear" else ROWS)]
     if given.warm and cuda:
         passed = [*names, "--shapes", given.shapes, *(["--rows", given.rows] if given.rows else [])]
-        in_parallel(
-            "benchmarks.ops", [[*passed, "--compile-only", f"{i}/{given.warm}"] for i in range(given.warm)], budget.left / 2
-        )
+        in_parallel("benchmarks.ops", [[*passed, "--compile-only", f"{i}/{given.warm}"] for i in range(given.warm)], budget.left / 2)
     part, parts = map(int, given.compile_only.split("/")) if given.compile_only else (0, 1)
     torch.manual_seed(0)
     # compiled rivals get a kernel of their own for every shape
@@ -784,11 +758,9 @@ def _admit(place: Place, names: Sequence[str], shapes: str, budget: Budget) -> N
     if "log_prob" in names:
         for model, (v, k) in HEADS_OF_VOCABULARY.items():
             if re.search(shapes, f"{model} {v}x{k}"):
-                targets += [Target("linear", (n, k, 1)) for n in (16384, v % 16384)]
+                targets += [Target("linear", (n, k, 1)) for n in (VOCABULARY_CHUNK, v % VOCABULARY_CHUNK or VOCABULARY_CHUNK)]
     if "experts" in names:
-        targets += [
-            Target("experts", (x, d, f)) for m, (x, d, f, k) in MIXTURES.items() if re.search(shapes, f"{m} {x}x{d}x{f} top {k}")
-        ]
+        targets += [Target("experts", (x, d, f)) for m, (x, d, f, k) in MIXTURES.items() if re.search(shapes, f"{m} {x}x{d}x{f} top {k}")]
     if targets:
         print("\n".join(admit(targets, place.ours, budget.left / 3)), flush=True)
 

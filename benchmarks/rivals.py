@@ -49,9 +49,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[1]
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(x.shape[0],)](
-        x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512))
-    )
+    _add_rms_norm[(x.shape[0],)](x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512)))
     return out, total
 
 

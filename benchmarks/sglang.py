@@ -1,208 +1,384 @@
 """Stock SGLang as it comes, with deterministic inference, and with the zoo's backend: tokens/s on one machine, in turns.
 
-    python -m benchmarks.sglang qwen3 --size 8b [--layers N] [--backends fa3,triton] [--json rows.jsonl]
+    python -m benchmarks.sglang qwen3 --size 8b [--layers N] [--backends fa3,triton] [--out rows.jsonl] [--profile]
 
-Each contender is an `sglang.Engine` in a process of its own. All start together, one measures at a time while the others idle, so
-that they share the machine's clock and heat. Weights are SGLang's dummy ones: near zero, which moves no launch of a dense model.
-Prompts are random and never shared, and the prefix cache is flushed between calls. Log-probabilities are returned. Prefill graphs are
-off for all: the plugin has none, stock takes over two minutes to capture them.
+Weights are random ones of realistic scale, written once; DeepGEMM is qualified for this GPU first, so that no fallback is measured.
+Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time;
+one that is late is stopped while others measure. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
+is flushed between calls and log-probabilities are returned. Prefill graphs are off for all: the plugin has none.
+A row is written the moment it is measured; a rival's row carries the zoo's speed over it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
-PROMPT = 512
-# batch, new tokens
-LOADS = ((1, 128), (32, 128), (64, 128), (64, 1024))
-GRAPHS = (1, 8, 32, 64)
+from benchmarks.common import FAMILIES, Budget, Recorder, about, geometry, table
+from benchmarks.engines import PROMPT, Contender, Measure
+
+LOADS = "64x128,1x128,64x1024,32x128"  # in the order measured: the first rows come early
+CONTEXT = 2048  # one captured length at most model's heads
 MARGIN = 4096  # slots beyond what the largest load holds
-START_SECONDS = 400
+SLOTS = 640  # whole pages of 80 and of 128 tokens
+AIM = 0.97
+START_SHARE = 0.6  # of the budget that may pass before what is ready is measured without the rest
+ZOO = "zoo"
 
 
-def contenders(backends: list[str]) -> dict[str, dict[str, Any]]:
-    """Name -> engine arguments."""
-    found: dict[str, dict[str, Any]] = {}
-    for backend in backends:
-        found[f"stock {backend}"] = {"attention_backend": backend, "cuda_graph_backend_prefill": "disabled"}
-        found[f"deterministic {backend}"] = {**found[f"stock {backend}"], "enable_deterministic_inference": True}
-    return {**found, "zoo": {"attention_backend": "zoo"}}
+class Entrant(Protocol):
+    """What a race needs of a contender."""
+
+    name: str
+    why: str
+    ready: dict[str, Any] | None
+
+    @property
+    def state(self) -> str: ...
+    def start(self) -> None: ...
+    def ask(self, measure: Measure, seconds: float) -> dict[str, Any]: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def close(self) -> None: ...
+    def tail(self) -> str: ...
 
 
-def engine_arguments(path: str, loads: list[tuple[int, int]], context: int | None) -> dict[str, Any]:
-    """What all contenders share."""
-    slots = max(batch * (PROMPT + new) for batch, new in loads) + MARGIN
+def contenders(backends: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> engine arguments, in the order of their turns: the zoo, stock, stock with deterministic inference."""
+    stock = {f"stock {b}": {"attention_backend": b, "cuda_graph_backend_prefill": "disabled"} for b in backends}
+    fixed = {f"deterministic {b}": {**stock[f"stock {b}"], "enable_deterministic_inference": True} for b in backends}
+    return {ZOO: {"attention_backend": "zoo"}, **stock, **fixed}
+
+
+def engine_arguments(path: str, loads: Sequence[Measure], context: int | None, hybrid: bool) -> dict[str, Any]:
+    """What all contenders share. `hybrid`: stock SGLang would give its own pool of states most of the GPU."""
+    most = max(load.batch for load in loads)
+    slots = max(load.batch * (PROMPT + load.new) for load in loads) + MARGIN
+    longest = max(PROMPT + load.new for load in loads)
     return {
         "model_path": path,
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_total_tokens": -(-slots // 128) * 128,
-        "max_running_requests": max(batch for batch, _ in loads),
-        "cuda_graph_bs_decode": [n for n in GRAPHS if n <= max(batch for batch, _ in loads)],
+        "max_total_tokens": -(-slots // SLOTS) * SLOTS,
+        "max_running_requests": most,
+        "cuda_graph_bs_decode": sorted({load.batch for load in loads}),
         "mem_fraction_static": 0.9,
-        "context_length": context,
-        "log_level": "error",
+        "context_length": context or max(CONTEXT, -(-(longest + 8) // CONTEXT) * CONTEXT),
+        "log_level": "info",
+        **({"max_mamba_cache_size": 3 * most} if hybrid else {}),
     }
 
 
-def worker(arguments: dict[str, Any], loads: list[tuple[int, int]], vocabulary: int) -> None:
-    """One contender: says READY, then answers each line on stdin with one JSON line of measurements."""
-    import sglang
-
-    engine = sglang.Engine(**arguments)
-    draw = random.Random(1)
-
-    def call(batch: int, new: int) -> float:
-        prompts = [[draw.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
-        engine.flush_cache()
-        params = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
-        begin = time.perf_counter()
-        answers = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
-        took = time.perf_counter() - begin
-        for answer in answers:
-            if answer["meta_info"]["completion_tokens"] != new:
-                raise ValueError(f"{answer['meta_info']['completion_tokens']} tokens came back, {new} were asked for")
-        return took
-
-    for batch in sorted({batch for batch, _ in loads}):
-        call(batch, 8)
-    say("READY")
-    for _ in sys.stdin:
-        found: dict[str, Any] = {}
-        for batch, new in loads:
-            found[f"{batch}x{new}"] = batch * new / call(batch, new)
-        largest = max(batch for batch, _ in loads)
-        found["prefill_tokens_per_s"] = largest * PROMPT / min(call(largest, 1) for _ in range(2))
-        found["first_token_ms"] = 1e3 * min(call(1, 1) for _ in range(3))
-        say(json.dumps(found))
-    engine.shutdown()
+def plan(loads: Sequence[Measure]) -> list[Measure]:
+    """The first load, the two short measurements, the other loads."""
+    most = max(load.batch for load in loads)
+    return [loads[0], Measure("prefill", most), Measure("first", 1), *loads[1:]]
 
 
-def say(line: str) -> None:
-    print(f"\n@@ {line}", flush=True)
+def parse_loads(text: str) -> list[Measure]:
+    """ "64x128,1x128"; ValueError naming what is not batch x new."""
+    out = []
+    for part in text.split(","):
+        batch, _, new = part.partition("x")
+        if not (batch.isdigit() and new.isdigit() and int(batch) and int(new)):
+            raise ValueError(f"--loads {part!r} is not batch x new tokens, like 64x128")
+        out.append(Measure("load", int(batch), int(new)))
+    return out
 
 
-def heard(stream: TextIO, name: str) -> str:
-    """The worker's next message; ValueError with its last lines if it ended without one."""
-    tail: list[str] = []
-    for line in stream:
-        if line.startswith("@@ "):
-            return line[3:].strip()
-        tail = [*tail[-14:], line.rstrip()]
-    raise ValueError(f"{name} ended: " + " | ".join(tail)[-1500:])
+class Race:
+    """Contenders measured in turns, best of `turns`, rows as they come."""
 
+    def __init__(
+        self,
+        record: Recorder,
+        budget: Budget,
+        shared: dict[str, Any],
+        say: Callable[[str], None],
+        turns: int = 1,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.record, self.budget, self.shared, self.say, self.turns, self.wait = record, budget, shared, say, turns, pause
+        self.best: dict[str, dict[str, float]] = {}  # contender -> measure -> tokens/s, or ms
+        self.took: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
 
-def measure(path: str, loads: list[tuple[int, int]], backends: list[str], turns: int, context: int | None) -> dict[str, Any]:
-    """Contender -> measurements, or the reason why it did not run."""
-    vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-    shared = engine_arguments(path, loads, context)
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.sglang", "worker", json.dumps([{**shared, **mine}, loads, vocabulary])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for name, mine in contenders(backends).items()
-    }  # fmt: skip
-    found: dict[str, Any] = {}
-    for name, process in started.items():
-        assert process.stdout is not None
+    def together(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
+        """All start; what is ready first, deterministic ones last to be waited for, is measured while the others stand still."""
+        for entrant in entrants:
+            entrant.start()
+        early = [e for e in entrants if not e.name.startswith("deterministic")]
+        self.settle(early, self.budget.left * START_SHARE)
+        ready = self._those(entrants, "ready")
+        late = self._those(entrants, "starting")
+        for entrant in late:
+            self.say(f"{entrant.name} is not ready yet: it stands still while the others are measured")
+            entrant.pause()
+        self.turn(ready, measures)
+        for entrant in late:
+            entrant.resume()
+        self.settle(late, self.budget.left)
+        self.turn(self._those(late, "ready"), measures)
+        for entrant in self._those(entrants, "failed") + self._those(late, "starting"):
+            self.give_up(entrant, entrant.why or "it was not ready when the budget was spent")
+
+    def one_by_one(self, entrants: Iterable[Entrant], measures: Sequence[Measure], profile: float | None) -> None:
+        """Each starts when the one before has ended. profile: the aim below which the zoo's decode step is profiled at once."""
+        for entrant in entrants:
+            entrant.start()
+            self.settle([entrant], self.budget.left)
+            if entrant.state == "ready":
+                self.turn([entrant], measures)
+                if profile is not None:
+                    self.profile([entrant], measures)
+            else:
+                self.give_up(entrant, entrant.why or "it was not ready when the budget was spent")
+            entrant.close()
+
+    def settle(self, entrants: Sequence[Entrant], seconds: float) -> None:
+        """Until each is ready or failed, or the time is over."""
+        end = self.budget.left - seconds
+        while any(e.state == "starting" for e in entrants) and self.budget.left > max(end, 0):
+            self.wait(0.2)
+
+    def turn(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
+        for number in range(self.turns):
+            for measure in measures:
+                for entrant in entrants:
+                    if entrant.name not in self.failed:
+                        self._measure(entrant, measure, number)
+
+    def _measure(self, entrant: Entrant, measure: Measure, number: int) -> None:
+        guess = self.took.get(measure.label, measure.seconds)
+        if not self.budget.allows(f"{entrant.name} {measure.label}", 1.1 * guess):
+            return
         try:
-            heard(process.stdout, name)
+            found = entrant.ask(measure, self.budget.left)
         except ValueError as error:
-            found[name] = str(error)
-    for _ in range(turns):
-        for name, process in started.items():
-            if isinstance(found.get(name), str):
-                continue
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            try:
-                now = json.loads(heard(process.stdout, name))
-            except ValueError as error:
-                found[name] = str(error)
-                continue
-            found[name] = {k: best(k, v, found.get(name, {}).get(k)) for k, v in now.items()}
-    for process in started.values():
-        assert process.stdin is not None
-        process.stdin.close()
+            if entrant.state == "failed":
+                self.give_up(entrant, str(error))
+            else:
+                self.record.add({**self._row(entrant), "what": measure.label, "failed": str(error)})
+                self.say(f"{entrant.name} {measure.label}: {error}")
+            return
+        self.took[measure.label] = max(found["took_s"] + found["warm_s"], self.took.get(measure.label, 0.0))
+        mine = self.best.setdefault(entrant.name, {})
+        value, before = found[measure.unit], mine.get(measure.label)
+        better = min if measure.unit == "ms" else max
+        mine[measure.label] = value if before is None else better(value, before)
+        ratio = self.zoo_over(entrant.name, measure)
+        self.record.add({**self._row(entrant), "what": measure.label, **found, "turn": number, "zoo_over_it": ratio})
+        text = f"{value:.1f} {'ms' if measure.unit == 'ms' else 'tokens/s'}"
+        self.say(f"{entrant.name} {measure.label}: {text}{'' if ratio is None else f', zoo at {100 * ratio:.1f} % of its speed'}")
+
+    def zoo_over(self, rival: str, measure: Measure) -> float | None:
+        """The zoo's speed over a rival's: above 1 where the zoo is faster."""
+        ours, theirs = (self.best.get(name, {}).get(measure.label) for name in (ZOO, rival))
+        if rival == ZOO or ours is None or theirs is None:
+            return None
+        return theirs / ours if measure.unit == "ms" else ours / theirs
+
+    def missed(self, measures: Sequence[Measure], aim: float) -> list[Measure]:
+        """Loads at which the zoo stays below `aim` of a stock contender's speed."""
+        stock = [name for name in self.best if name.startswith("stock")]
+        return [m for m in measures if m.kind == "load" and any((self.zoo_over(s, m) or aim) < aim for s in stock)]
+
+    def profile(self, entrants: Iterable[Entrant], measures: Sequence[Measure]) -> None:
+        """The kernels of a decode step at each batch size of `measures`, the zoo's and stock's."""
+        for batch in sorted({m.batch for m in measures if m.kind == "load"}):
+            for entrant in entrants:
+                if entrant.state == "ready" and not entrant.name.startswith("deterministic"):
+                    self._profile(entrant, Measure("profile", batch))
+
+    def _profile(self, entrant: Entrant, measure: Measure) -> None:
+        if not self.budget.allows(f"{entrant.name} profile at {measure.batch}", measure.seconds):
+            return
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return found
+            found = entrant.ask(measure, self.budget.left)
+        except ValueError as error:
+            self.say(f"{entrant.name} profile at {measure.batch}: {error}")
+            return
+        self.record.add({**self._row(entrant), "what": "decode profile", "batch": measure.batch, **found})
+        kernels = [[k["kernel"], k["us"], k["launches"]] for k in found["kernels"]]
+        head = f"a step {found['step_us']:.0f} us, GPU busy {100 * found['busy']:.0f} %, {found['launches']:.0f} launches"
+        self.say(f"{entrant.name}, batch {measure.batch}: {head}\n{table(kernels, ('kernel', 'us', 'launches'))}")
+
+    def give_up(self, entrant: Entrant, why: str) -> None:
+        if entrant.name in self.failed:
+            return
+        self.failed[entrant.name] = why
+        self.record.add({**self._row(entrant), "failed": why[-600:]})
+        self.say(f"{entrant.name} did not run: {why}\n{entrant.tail()}")
+
+    def _row(self, entrant: Entrant) -> dict[str, Any]:
+        told = {k: v for k, v in (entrant.ready or {}).items() if k != "ready"}
+        if "qualification" in told:  # from here on every row says which zoo it was compared with
+            self.shared["qualification"] = told["qualification"]
+        return {"kind": "sglang", "contender": entrant.name, **self.shared, **told}
+
+    @staticmethod
+    def _those(entrants: Sequence[Entrant], state: str) -> list[Entrant]:
+        return [e for e in entrants if e.state == state]
+
+    def summary(self, measures: Sequence[Measure]) -> str:
+        names = list(dict.fromkeys(m.label for m in measures))
+        body = [[name, *(found.get(label) for label in names)] for name, found in self.best.items()]
+        for rival in (name for name in self.best if name != ZOO):
+            ratios = {m.label: self.zoo_over(rival, m) for m in measures}
+            body.append([f"zoo over {rival}", *ratios.values()])
+        return table(body, ("tokens/s, first token in ms", *names))
 
 
-def best(name: str, value: float, before: float | None) -> float:
-    if before is None:
-        return value
-    return min(value, before) if name.endswith("_ms") else max(value, before)
+def make_weights(arch: str, size: str, layers: int | None, folder: Path) -> None:
+    """Random weights of realistic scale as a published checkpoint."""
+    config, _, server = geometry(arch, size, layers)
+    server.from_config(config).save_pretrained(folder)
 
 
-def write_config(arch: str, size: str, layers: int | None, folder: Path) -> str:
-    """A folder with config.json only: dummy weights need no more."""
-    from zoo.qwen3 import MOE_SIZES, SIZES
-
-    sizes = {"qwen3": SIZES, "qwen3_moe": MOE_SIZES}
-    if arch not in sizes or size not in sizes[arch]:
-        raise ValueError(f"{arch} {size} is not a model of the plugin; there are {', '.join(f'{a} {s}' for a in sizes for s in sizes[a])}")
-    config = sizes[arch][size]
-    config = config if layers is None else replace(config, layers=layers)
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
-    return str(folder)
-
-
-def main(argv: list[str]) -> int:
-    if argv[:1] == ["worker"]:
-        arguments, loads, vocabulary = json.loads(argv[1])
-        worker(arguments, [(b, n) for b, n in loads], vocabulary)
-        return 0
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang")
-    parser.add_argument("arch")
-    parser.add_argument("--size", default="8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
-    parser.add_argument("--loads", default=",".join(f"{b}x{n}" for b, n in LOADS), help="batch x new tokens, by commas")
-    parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--context", type=int, help="the servers' context length; the model's by default")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(argv)
-    loads = [(int(b), int(n)) for b, n in (load.split("x") for load in given.loads.split(","))]
+def qualify(arch: str, size: str, layers: int | None, seconds: float) -> list[str]:
+    """Verdicts for every shape of the model; one line per shape with the provider that runs it."""
     import torch
 
-    from benchmarks.common import Recorder, about, table
+    from benchmarks.admit import admit
+    from zoo.common.program import resolve
+    from zoo.verify.qualify import targets_of
 
+    config, _, server = geometry(arch, size, layers)
+    program = resolve("aligned", "cuda", torch.bfloat16)
+    with torch.device("meta"):
+        targets = targets_of(server(config, program))
+    return admit(targets, program, seconds)
+
+
+def prepare(given: argparse.Namespace, checkpoint: Path, env: dict[str, str], budget: Budget, say: Callable[[str], None]) -> None:
+    """Weights and qualification, side by side in processes of their own. ValueError if the weights can't be made."""
+    asked = [given.arch, "--size", given.size, *([] if given.layers is None else ["--layers", str(given.layers)])]
+    jobs = {"qualify": ["--job", "qualify", "--budget", str(budget.left / 3)]}
+    if not (checkpoint / "config.json").exists():
+        jobs["weights"] = ["--job", "weights", "--checkpoint", str(checkpoint)]
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.sglang", *asked, *job], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+        for name, job in jobs.items()
+    }
+    for name, process in started.items():
+        try:
+            text, _ = process.communicate(timeout=max(budget.left, 1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+        last = "\n".join(text.strip().splitlines()[-12:])
+        say(f"{name} done" + (f":\n{last}" if name == "qualify" or process.returncode else ""))
+        if name == "weights" and process.returncode:
+            raise ValueError(f"the weights could not be made: {last}")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """SGLang moves DeepGEMM's cache to a folder of its own: one folder for it and for the qualification saves a compilation each."""
+    cache = os.environ.get("SGLANG_DG_CACHE_DIR", str(folder))
+    return {**os.environ, "SGLANG_DG_CACHE_DIR": cache, "DG_JIT_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m benchmarks.sglang", description=__doc__)
+    made.add_argument("arch", choices=tuple(FAMILIES))
+    made.add_argument("--size", default="8b")
+    made.add_argument("--layers", type=int, help="the first layers only")
+    made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
+    made.add_argument("--contenders", help="of zoo, stock, deterministic, by commas; all by default")
+    made.add_argument("--loads", default=LOADS, help="batch x new tokens, by commas, in the order measured")
+    made.add_argument("--turns", type=int, default=1)
+    made.add_argument("--context", type=int, help=f"the servers' context length; {CONTEXT} or what the loads need")
+    made.add_argument("--sequential", action="store_true", help="one engine at a time")
+    made.add_argument("--checkpoint", type=Path, help="weights are read from here, or written if there are none")
+    made.add_argument("--logs", type=Path, help="folder of the engines' logs; a temporary one by default")
+    made.add_argument("--budget", type=float, default=540, help="seconds in all")
+    made.add_argument("--profile", action="store_true", help="the kernels of a decode step where the aim is missed")
+    made.add_argument("--aim", type=float, default=AIM, help="of stock's speed")
+    made.add_argument("--out", "--json", type=Path, help="append JSON rows to this file")
+    made.add_argument("--job", choices=("weights", "qualify"), help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parser().parse_args(argv)
+    begin = time.monotonic()
+    if given.job == "weights":
+        make_weights(given.arch, given.size, given.layers, given.checkpoint)
+        return 0
+    if given.job == "qualify":
+        print("\n".join(qualify(given.arch, given.size, given.layers, given.budget)))
+        return 0
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - begin:4.0f} s] {text}", flush=True)
+
+    try:
+        config, _, _ = geometry(given.arch, given.size, given.layers)
+        loads = parse_loads(given.loads)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
-        path = write_config(given.arch, given.size, given.layers, Path(folder))
-        found = measure(path, loads, given.backends.split(","), given.turns, given.context)
-    recorder = Recorder(given.json, about(torch.device("cuda"), smoke=False))
-    shared = {"kind": "sglang", "arch": given.arch, "size": given.size, "layers": given.layers, "prompt": PROMPT}
-    for name, values in found.items():
-        recorder.add({**shared, "contender": name, **(values if isinstance(values, dict) else {"failed": values})})
-    ran = {name: values for name, values in found.items() if isinstance(values, dict)}
-    for name in found.keys() - ran.keys():
-        print(f"{name} did not run: {found[name]}")
-    if ran:
-        columns = list(next(iter(ran.values())))
-        print(table(([name, *values.values()] for name, values in ran.items()), ["contender", *columns]))
-        stock = [name for name in ran if name.startswith("stock")]
-        if "zoo" in ran and stock:
-            rate = max(loads, key=lambda load: load[0] * load[1])
-            key = f"{rate[0]}x{rate[1]}"
-            rival = max(stock, key=lambda name: ran[name][key])
-            parts = (f"{key} {100 * ran['zoo'][key] / ran[rival][key]:.1f} %" for key in columns if "x" in key)
-            print(f"zoo against {rival}: " + ", ".join(parts))
-    return 0 if "zoo" in ran else 1
+        return _run(given, config, loads, Path(folder), say)
+
+
+def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: Path, say: Callable[[str], None]) -> int:
+    import torch
+
+    budget, measures = Budget(given.budget), plan(loads)
+    record = Recorder(given.out, about(torch.device("cuda"), smoke=False))
+    logs, checkpoint = given.logs or folder / "logs", given.checkpoint or folder / "weights"
+    logs.mkdir(parents=True, exist_ok=True)
+    env = environment(Path.home() / ".cache" / "deep_gemm")
+    hybrid = "full" in vars(config)
+    shared = {"arch": given.arch, "size": given.size, "layers": config.layers, "prompt": PROMPT}
+    common = engine_arguments(str(checkpoint), loads, given.context, hybrid=False)
+    wanted = (given.contenders or "zoo,stock,deterministic").split(",")
+
+    def made(name: str, mine: dict[str, Any]) -> Contender:
+        extra = engine_arguments(str(checkpoint), loads, given.context, hybrid and name != ZOO)
+        command = [sys.executable, "-m", "benchmarks.engines", json.dumps({**extra, **mine}), str(config.vocabulary)]
+        return Contender(name, command, logs / f"{name.replace(' ', '_')}.log", say, env)
+
+    chosen = {n: a for n, a in contenders(given.backends.split(",")).items() if n.split()[0] in wanted}
+    say(f"{', '.join(chosen)}; context {common['context_length']}, graphs of {common['cuda_graph_bs_decode']}; logs in {logs}")
+    race = Race(record, budget, {**shared, "context": common["context_length"]}, say, given.turns)
+    started: list[Contender] = []
+
+    def enter() -> Iterable[Contender]:
+        for name, mine in chosen.items():
+            started.append(made(name, mine))
+            yield started[-1]
+
+    try:
+        entrants = enter() if given.sequential else list(enter())  # imports run beside the preparation
+        prepare(given, checkpoint, env, budget, say)
+        if given.sequential:
+            race.one_by_one(entrants, measures, given.aim if given.profile else None)
+        else:
+            assert isinstance(entrants, list)
+            race.together(entrants, measures)
+            missed = race.missed(measures, given.aim)
+            if given.profile and missed:
+                race.profile(entrants, missed)
+    except ValueError as error:
+        say(str(error))
+        return 1
+    finally:
+        print(race.summary(measures) if race.best else "nothing was measured", flush=True)
+        for contender in started:
+            contender.close()
+    return 0 if ZOO in race.best else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

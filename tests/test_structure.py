@@ -122,12 +122,7 @@ def test_sources_keep_the_house_rules(check: Callable[[ast.AST], Iterator[str]])
 
 def test_nothing_is_left_to_do() -> None:
     mark = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
-    found = [
-        f"{_name(path)} line {i}"
-        for path in WRITTEN
-        for i, line in enumerate(path.read_text().splitlines(), 1)
-        if mark.search(line)
-    ]
+    found = [f"{_name(path)} line {i}" for path in WRITTEN for i, line in enumerate(path.read_text().splitlines(), 1) if mark.search(line)]
     assert not found
 
 

@@ -52,9 +52,7 @@ def show(a: str, b: str, console: Console | None = None) -> bool:
         return True
     table = Table("tensor", "difference", "elements", "of", "max ulp", title=f"{len(found)} tensors differ")
     for line in found:
-        table.add_row(
-            line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp)
-        )
+        table.add_row(line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp))
     console.print(table)
     return False
 

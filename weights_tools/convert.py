@@ -39,9 +39,7 @@ def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: i
         if not entry.optional_alias:
             members.setdefault(entry.ours, []).append(name)
     kept = [name for name in stored if name in match.carried or match.places[name][0].optional_alias]
-    specs = [
-        (ours, DTYPES[stored[names[0]].dtype], _shape([match.places[n][1] for n in names])) for ours, names in members.items()
-    ]
+    specs = [(ours, DTYPES[stored[names[0]].dtype], _shape([match.places[n][1] for n in names])) for ours, names in members.items()]
     empty = {ours: (shape, dtype) for ours, dtype, shape in specs}
     specs += [(name, DTYPES[stored[name].dtype], stored[name].shape) for name in kept]
 

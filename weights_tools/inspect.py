@@ -58,9 +58,7 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     for heading in ("tensor", "dtype", "shape", "bytes", "used as"):
         listing.add_column(heading, overflow="fold")
     for tensor in stored.values():
-        role = use.get(tensor.name) or (
-            "" if table is None else "carried through" if table.is_carried(tensor.name) else "UNKNOWN"
-        )
+        role = use.get(tensor.name) or ("" if table is None else "carried through" if table.is_carried(tensor.name) else "UNKNOWN")
         listing.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), _size(tensor.nbytes), role)
     console.print(listing)
 

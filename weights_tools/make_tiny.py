@@ -164,10 +164,7 @@ def make_tiny(
     made = model_class(fields)
     table = made.table(made.config_class.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
-    specs = [
-        (name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape)
-        for name, (entry, piece) in places.items()
-    ]
+    specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
     specs += [(name, torch.bfloat16, shape) for name, shape in _UNUSED.items()] if vision else []
 
     def draw(name: str) -> Tensor:

@@ -197,9 +197,7 @@ def split_plans(lengths: Sequence[int], edges: Sequence[int] = (16, 64, 128), se
     for cut in sorted({edge + off for edge in edges for off in (-1, 0, 1)}):
         if 0 < cut < max(lengths):
             plans[f"cut at {cut}"] = (tuple(min(cut, n) for n in lengths), tuple(max(n - cut, 0) for n in lengths))
-    plans["one sequence after another"] = tuple(
-        tuple(n if i == j else 0 for j, n in enumerate(lengths)) for i in range(len(lengths))
-    )
+    plans["one sequence after another"] = tuple(tuple(n if i == j else 0 for j, n in enumerate(lengths)) for i in range(len(lengths)))
     left, steps = list(lengths), []
     while any(left):
         step = tuple(order.randint(0, min(n, 40)) for n in left)
@@ -248,9 +246,7 @@ def rows_at(call: Callable[[Args], Any], args: Args, names: Sequence[str]) -> Ca
             if tensor is None:
                 continue
             fill = place.fill if tensor.is_floating_point() else 0
-            buffer = torch.full(
-                (place.before + count + place.after, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device
-            )
+            buffer = torch.full((place.before + count + place.after, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device)
             buffer[place.before : place.before + count] = tensor
             moved[name] = buffer if place.live else buffer[place.before : place.before + count]
         begin = place.before if place.live else 0

@@ -132,9 +132,7 @@ def load(endpoint: str, home: Path, repo: str = REPO, revision: str = "", role: 
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
     env = clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
     env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, repo, role, revision], env=env, capture_output=True, text=True, timeout=300
-    )
+    result = subprocess.run([sys.executable, "-c", PROGRAM, repo, role, revision], env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -159,13 +157,8 @@ def test_load_by_hub_id_then_offline(hub: Hub, tmp_path: Path) -> None:
 
 def test_what_the_hub_has_not_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    assert load(hub.url, home, repo="lab/absent").startswith(
-        f"refused 'lab/absent', revision 'main', at {hub.url}: no such repository"
-    )
-    assert (
-        load(hub.url, home, revision="v9")
-        == f"refused '{REPO}', revision 'v9', at {hub.url}: the repository has no such revision"
-    )
+    assert load(hub.url, home, repo="lab/absent").startswith(f"refused 'lab/absent', revision 'main', at {hub.url}: no such repository")
+    assert load(hub.url, home, revision="v9") == f"refused '{REPO}', revision 'v9', at {hub.url}: the repository has no such revision"
     hub.broken = True
     assert "the hub can't be reached" in load(hub.url, home)
     hub.broken, hub.gated = False, True

@@ -65,9 +65,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 class TestSFTTrainer:
     def trained(self, example: ModuleType, path: Path, work: Path, texts: list[str] | None = None, **settings: Any) -> Any:
         model = load(path)
-        trainer = example.trainer_of(
-            model, path, texts or example.SENTENCES, work, disable_tqdm=True, max_steps=STEPS, **settings
-        )
+        trainer = example.trainer_of(model, path, texts or example.SENTENCES, work, disable_tqdm=True, max_steps=STEPS, **settings)
         trainer.train()
         return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -85,9 +83,7 @@ class TestSFTTrainer:
         with pytest.raises(LawBroken):  # the control: it did learn
             assert_same_bytes(before, scored)
 
-    def test_checkpointing_and_padding_do_not_matter(
-        self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path
-    ) -> None:
+    def test_checkpointing_and_padding_do_not_matter(self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
         """Weights after three steps: recomputed or not, padded or packed without padding, under TRL's default autocast."""
         ways: dict[str, dict[str, Any]] = {
             "plain": {"activation_checkpointing": False},
@@ -103,9 +99,7 @@ class TestSFTTrainer:
         with pytest.raises(LawBroken):
             assert_same_bytes(weights(other), weights(done["plain"][0]))
 
-    def test_its_loss_is_the_mean_of_minus_score(
-        self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path
-    ) -> None:
+    def test_its_loss_is_the_mean_of_minus_score(self, example: ModuleType, checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
         model = load(checkpoints("qwen3"))
         trainer = example.trainer_of(model, checkpoints("qwen3"), example.SENTENCES, tmp_path, max_steps=1)
         batch = next(iter(trainer.get_train_dataloader()))
@@ -118,9 +112,7 @@ class TestSFTTrainer:
             assert_same_bytes(loss, -model.score(ids, starts[[0, -1]]).sum() / (len(ids) - len(keep)))
 
 
-def test_the_script_runs(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_script_runs(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["sft_trl.py", "--steps", "2", "--out", str(tmp_path / "out")])
     example.main()
     assert "saved, loaded again, scored: the same bytes" in capsys.readouterr().out

@@ -61,9 +61,7 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def total(reduction: Any, operand: Any) -> Any:
         data = operand.handle.data
         start = -0.0 if data.dtype.kind == "f" else 0
-        return reduction.to_tensor(
-            numpy.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=start), operand.dtype
-        )
+        return reduction.to_tensor(numpy.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=start), operand.dtype)
 
     monkeypatch.setattr(interpreter, "_convert_float", cast)
     monkeypatch.setattr(interpreter.ReduceOps, "sum", total)
@@ -210,9 +208,7 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     close(swiglu_kernels.swiglu(x), swiglu_reference.swiglu(x), 4)
     close(swiglu_kernels.swiglu(x.to(BF16)), swiglu_reference.swiglu(x.to(BF16)), 1)
     grad = torch.randn(*shape[:-1], shape[-1] // 2)
-    torch.testing.assert_close(
-        swiglu_kernels.swiglu_backward(grad, x), swiglu_reference.swiglu_backward(grad, x), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(swiglu_kernels.swiglu_backward(grad, x), swiglu_reference.swiglu_backward(grad, x), rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         close(swiglu_kernels.swiglu(x + 1e-3), swiglu_reference.swiglu(x), 4)
     extreme = torch.tensor([[-200.0, -0.0, 0.0, 90.0, 1.0, 2.0, 3.0, -4.0]])

@@ -58,9 +58,7 @@ def test_restrict_knows_its_first_column() -> None:
     whole = kernels.restrict(x, *cut, 0, -1e30)
     parts = [kernels.restrict(x[:, c : c + 2500], *cut, c, -1e30) for c in range(0, 9000, 2500)]
     assert torch.equal(torch.cat(parts, 1), whole)
-    assert not torch.equal(
-        torch.cat([kernels.restrict(x[:, c : c + 2500], *cut, 0, -1e30) for c in range(0, 9000, 2500)], 1), whole
-    )
+    assert not torch.equal(torch.cat([kernels.restrict(x[:, c : c + 2500], *cut, 0, -1e30) for c in range(0, 9000, 2500)], 1), whole)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])

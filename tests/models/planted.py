@@ -110,7 +110,7 @@ class StaleMemory(PagedMemory):
 
 
 class StaleServer(Qwen3ForServing):
-    def make_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> PagedMemory:
         plain = super().make_memory(pages, page_size)
         layers, _, size, kv_heads, head_dim = plain.k_LPSGE.shape
         return StaleMemory(layers, pages, size, kv_heads, head_dim, plain.k_LPSGE.dtype, plain.k_LPSGE.device)

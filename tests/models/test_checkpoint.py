@@ -144,9 +144,7 @@ def test_transformers_own_checkpoints_load_and_come_back(kind: str, tmp_path: Pa
     }  # fmt: skip
     torch.manual_seed(0)
     if kind == "mixture":
-        config = transformers.Qwen3MoeConfig(
-            **common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
-        )
+        config = transformers.Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
         theirs = transformers.Qwen3MoeForCausalLM(config)
     else:
         theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, tie_word_embeddings=kind == "tied"))
@@ -270,9 +268,7 @@ def test_a_faulty_checkpoint_is_refused_in_one_sentence(fault: str, copy: Path) 
 
 
 @pytest.mark.parametrize("fault", ["missing tensor", "wrong shape", "truncated", "unknown field"])
-def test_header_faults_are_found_before_anything_is_allocated_or_read(
-    fault: str, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_header_faults_are_found_before_anything_is_allocated_or_read(fault: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault][0](copy)
 
     def refuse(*_: object) -> None:
@@ -579,9 +575,7 @@ def test_checksums_equal_a_plain_integer_program(shape: tuple[int, int, int], dt
 def test_make_tiny_is_a_checkpoint_for_transformers(arch: str, tmp_path: Path) -> None:
     import transformers
 
-    result = CliRunner().invoke(
-        app, ["make-tiny", arch, str(tmp_path / "tiny"), "--layers", "2", "--hidden", "64", "--seed", "4"]
-    )
+    result = CliRunner().invoke(app, ["make-tiny", arch, str(tmp_path / "tiny"), "--layers", "2", "--hidden", "64", "--seed", "4"])
     assert result.exit_code == 0, result.output
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", output_loading_info=True)
     assert not any(report.values()) and model.dtype == torch.bfloat16 and model.config.num_hidden_layers == 2
@@ -591,9 +585,9 @@ def test_make_tiny_is_a_checkpoint_for_transformers(arch: str, tmp_path: Path) -
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text and max(ids) < model.config.vocab_size and len(tokenizer) <= 512
     assert tokenizer.eos_token_id == 2 == model.config.eos_token_id
-    assert tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    ).endswith("<|assistant|>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True).endswith(
+        "<|assistant|>"
+    )
     again = make_tiny(arch, tmp_path / "again", layers=2, hidden=64, seed=4)
     assert contents(again) == contents(tmp_path / "tiny")
 
@@ -678,9 +672,7 @@ def test_loading_needs_no_second_copy(copy: Path, tmp_path: Path) -> None:
     write_shards(tmp_path / "big", specs, lambda name: torch.ones(shapes[name], dtype=torch.bfloat16), 10**8)
     small = make_tiny("qwen3", tmp_path / "small", layers=1, hidden=64)
     once, twice = (
-        float(
-            subprocess.check_output([sys.executable, "-c", MEMORY_PROGRAM, str(small), str(tmp_path / "big"), copies], text=True)
-        )
+        float(subprocess.check_output([sys.executable, "-c", MEMORY_PROGRAM, str(small), str(tmp_path / "big"), copies], text=True))
         for copies in ("1", "2")
     )
     assert once < 1.3 and twice > 1.8  # peak bytes over the model's own; the second run is the control

@@ -247,9 +247,7 @@ def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engi
     ids = [served.add(*request) for request in REQUESTS]
     done = [record for _ in range(steps) for record in served.step()]
     assert not done
-    before = [
-        replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids
-    ]
+    before = [replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids]
     served.update_weights(other_weights(kind) if weights is None else weights, mode)
     by_id = {record.request_id: record for record in drive(served)}
     return served, before, [by_id[i] for i in ids]
@@ -283,9 +281,7 @@ def test_keep_tags_rows_and_is_not_exact() -> None:
         drawn = len(request.log_probs)
         assert not record.exact
         assert record.versions == (old,) * request.computed + (served.version,) * (len(record.versions) - request.computed)
-        alone = fresh.generate([request.tokens], replace(record.sampling, max_new_tokens=record.sampling.max_new_tokens - drawn))[
-            0
-        ]
+        alone = fresh.generate([request.tokens], replace(record.sampling, max_new_tokens=record.sampling.max_new_tokens - drawn))[0]
         differing += record.log_probs[drawn:] != alone.log_probs
     assert differing == len(after)  # so the comparison of the test above can fail
     again = served.generate([p for p, _ in REQUESTS], [s for _, s in REQUESTS])
@@ -374,10 +370,11 @@ def test_released_memory_comes_back() -> None:
 class CountingMemory(PagedMemory):
     """A memory with slots; a slot's state is how many tokens were pushed. `bad` makes snapshots that are one too high."""
 
-    slots = 4
+    slots, snapshots = 4, 8
 
     def __init__(self, *args: Any, bad: bool = False) -> None:
         super().__init__(*args)
+        self.grain = self.page_size
         self.state_S = torch.full((self.slots + 1,), -1)
         self.bad = bad
 
@@ -394,11 +391,11 @@ class CountingMemory(PagedMemory):
         super().clear(pages)
         self.state_S[torch.tensor(slots, dtype=torch.int64)] = 0
 
-    def snapshot(self, slot: int, length: int) -> torch.Tensor:
-        assert self.state_S[slot] == length
+    def snapshot(self, slot: int, length: int, pages: Any) -> torch.Tensor:
+        assert self.state_S[slot] == length and length % self.grain == 0
         return self.state_S[slot] + self.bad
 
-    def restore(self, slot: int, snapshot: torch.Tensor) -> None:
+    def restore(self, slot: int, pages: Any, snapshot: torch.Tensor) -> None:
         self.state_S[slot] = snapshot
 
 
@@ -407,7 +404,7 @@ class CountingServing(Qwen3ForServing):
 
     bad = False
 
-    def make_memory(self, pages: int, page_size: int | None = None) -> CountingMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> CountingMemory:
         c = self.config
         return CountingMemory(c.layers, pages, page_size or 64, c.kv_heads, c.head_dim, torch.bfloat16, "cpu", bad=self.bad)
 

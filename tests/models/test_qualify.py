@@ -39,16 +39,12 @@ def broken_linear(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_par
     raise RuntimeError("no kernel image is available")
 
 
-def outside_linear(
-    x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1
-) -> Tensor:
+def outside_linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
     """A stranger's kernel with the op's signature, right."""
     return ops.linear(x_RK, weight_NK, program=program, out_dtype=out_dtype, k_parts=k_parts)
 
 
-def leaky_linear(
-    x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1
-) -> Tensor:
+def leaky_linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
     """A stranger's kernel whose bytes depend on the number of rows."""
     y = ops.linear(x_RK, weight_NK, program=program, out_dtype=out_dtype, k_parts=k_parts)
     return y if x_RK.shape[0] % 2 else y * (1 + 2.0**-6)
@@ -93,9 +89,7 @@ def test_equal_bytes_are_admitted_and_run(store: Path) -> None:
     assert json.loads(store.read_text())["toolchain"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("wrong_linear", "elements differ from reference"), ("broken_linear", "no kernel image")]
-)
+@pytest.mark.parametrize(("name", "why"), [("wrong_linear", "elements differ from reference"), ("broken_linear", "no kernel image")])
 def test_other_bytes_are_refused(store: Path, name: str, why: str) -> None:
     with candidates(name):
         (verdict,) = qualify.qualify([TARGET], program=PROGRAM, rows=65)

@@ -309,9 +309,7 @@ class TestFreshMemory:
             return out
 
         with pytest.raises(LawBroken):
-            assert_same_bytes(
-                _all_bytes("dense", lambda m: m.model.layers[0].mlp.register_forward_hook(forget)), clean_bytes["dense"]
-            )
+            assert_same_bytes(_all_bytes("dense", lambda m: m.model.layers[0].mlp.register_forward_hook(forget)), clean_bytes["dense"])
 
 
 @contextmanager
@@ -437,9 +435,7 @@ class TestForwardDoor:
 class TestTiedEmbeddings:
     def test_one_parameter_two_uses(self) -> None:
         model = fresh("tied")
-        assert model.model.head_weight_VD is model.model.embed.weight and "model.head.weight" not in dict(
-            model.named_parameters()
-        )
+        assert model.model.head_weight_VD is model.model.embed.weight and "model.head.weight" not in dict(model.named_parameters())
         ids, starts = packed(documents_of("tied"))
         model.score(ids, starts).sum().backward()
         unused = torch.ones(CONFIGS["tied"].vocabulary, dtype=torch.bool)

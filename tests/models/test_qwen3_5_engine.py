@@ -156,9 +156,7 @@ def test_pages_of_80_meet_chunks_at_320() -> None:
     for reused in (0, 320, 640):
         assert numbers(paged.generate([prompt], params)[0]) == alone
         assert paged.stats.reused_rows == reused
-    assert numbers(paged.generate([prompt[:319]], params)[0]) == numbers(
-        engine(prefix_cache=False).generate([prompt[:319]], params)[0]
-    )
+    assert numbers(paged.generate([prompt[:319]], params)[0]) == numbers(engine(prefix_cache=False).generate([prompt[:319]], params)[0])
     assert paged.stats.reused_rows == 640
 
 
@@ -236,9 +234,7 @@ def test_an_update_starts_over() -> None:
     again = served.generate(*zip(*REQUESTS))
     assert served.stats.reused_rows - before <= 64 + 128  # within the new version only
     for record in again:
-        assert trained(trainer, record) == {
-            name: getattr(record, name) for name in ("output_ids", "log_probs", "filtered_log_probs")
-        }
+        assert trained(trainer, record) == {name: getattr(record, name) for name in ("output_ids", "log_probs", "filtered_log_probs")}
     assert [r.output_ids for r in again] != [r.output_ids for r in first]
 
 

@@ -136,10 +136,7 @@ class Float64Qwen35:
         mixed = nn.functional.silu(nn.functional.conv1d(padded, self.p[f"{at}.conv"], groups=c.conv_channels)[0].T)
         q, k, v = mixed.split([keys, keys, values], 1)
         q, k = (t.unflatten(1, (c.key_heads, c.key_dim)) for t in (q, k))
-        q, k = (
-            (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1)
-            for t in (q, k)
-        )
+        q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
         v = v.unflatten(1, (c.value_heads, c.value_dim))
         decay = (-self.p[f"{at}.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.dt_bias"])).exp()
         beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
@@ -247,11 +244,7 @@ class TestParity:
         wanted = by_published_name(model, lambda name: exact.p[name].grad)
         their = unstacked({name: p.grad for name, p in reference.named_parameters()}, found)
         assert set(found) == set(their)
-        errors = {
-            name: (relative(found[name], wanted[name]), relative(their[name], wanted[name]))
-            for name in found
-            if wanted[name].any()
-        }
+        errors = {name: (relative(found[name], wanted[name]), relative(their[name], wanted[name])) for name in found if wanted[name].any()}
         for name, (mine, theirs_) in errors.items():
             assert mine < 1e-3 and theirs_ < 1e-3, f"{name}: {mine:.1e}, transformers {theirs_:.1e}"
         assert sorted(mine for mine, _ in errors.values())[len(errors) // 2] < 3e-4
@@ -294,9 +287,7 @@ class Run:
     def errors(self, rounded: bool = False) -> Tensor:
         """Squared errors of final rows, ours and theirs, where all three chose the same experts."""
         ours = (self.hidden.view(torch.int16) & ~31).view(torch.bfloat16) if rounded else self.hidden
-        return torch.stack(
-            [(x.double() - self.exact_hidden)[self.same_experts].square().mean() for x in (ours, self.their_hidden)]
-        )
+        return torch.stack([(x.double() - self.exact_hidden)[self.same_experts].square().mean() for x in (ours, self.their_hidden)])
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -114,9 +114,7 @@ def test_params_survive_a_dictionary() -> None:
 
 def test_row_tensors_copy_index_and_spread() -> None:
     rows = rows_of(MIXED)
-    assert (
-        rows.seed_R.tolist()[-1] == -1 and rows.mass_limit_R.tolist()[4] == MASS_ONE // 2 and rows.top_k_R.tolist()[0] == NO_CUT
-    )
+    assert rows.seed_R.tolist()[-1] == -1 and rows.mass_limit_R.tolist()[4] == MASS_ONE // 2 and rows.top_k_R.tolist()[0] == NO_CUT
     assert not rows_of([SamplingParams(), GREEDY]).filters and not rows_of([SamplingParams(), GREEDY]).scales
     buffer = RowSampling.buffer(9, "cpu")
     pointers = [t.data_ptr() for t in buffer.tensors()]

@@ -54,7 +54,9 @@ def narrow_group(server: ForServing) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "op", "layer"), [(narrow_group, "log_prob", "head"), (planted.four_warps, "rms_norm", "model.layers.")], ids=["narrow_group", "four_warps"]
+    ("fault", "op", "layer"),
+    [(narrow_group, "log_prob", "head"), (planted.four_warps, "rms_norm", "model.layers.")],
+    ids=["narrow_group", "four_warps"],
 )
 def test_planted_fault_is_named_and_reproduced(subject: Subject, tmp_path: Path, fault: object, op: str, layer: str) -> None:
     assert callable(fault)

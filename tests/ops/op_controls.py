@@ -62,16 +62,12 @@ def batch_scaled(op: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def plain_linear(
-    x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1
-) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
     """Row: a matmul whose kernel, and so whose order of additions, depends on the number of rows."""
     return (x.float() @ weight.float().T).to(out_dtype or x.dtype)
 
 
-def unpadded_columns(
-    x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1
-) -> Tensor:
+def unpadded_columns(x: Tensor, weight: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
     """Column: panels of 16 rows, but the weight's columns in one piece and not padded."""
     rows = x.shape[0]
     padded = torch.cat([x, x.new_zeros(-rows % 16, x.shape[1])]).float()
@@ -85,9 +81,7 @@ def torch_sum_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, z
     return (x.float() * torch.rsqrt(total / x.shape[-1] + eps) * (weight.float() + float(zero_centred))).to(x.dtype)
 
 
-def unrounded_sum(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False
-) -> Any:
+def unrounded_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
     """Fusion: the norm reads the residual sum before it is rounded."""
     total = x.float() + residual.float()
     normed = ops.rms_norm(total, weight.float(), eps, program=program, zero_centred=zero_centred)
@@ -136,9 +130,7 @@ def batch_peak(logits: Tensor, top_k: int, renormalise: bool, *, program: Progra
     return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), chosen[:, :top_k]
 
 
-def _expert_by_expert(
-    x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, product: Callable[..., Tensor], rounds: bool
-) -> Tensor:
+def _expert_by_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, product: Callable[..., Tensor], rounds: bool) -> Tensor:
     out = x.new_empty(*chosen.shape, x.shape[1])
     for e in chosen.unique().tolist():
         row, slot = (chosen == e).nonzero(as_tuple=True)
@@ -174,9 +166,7 @@ def parts_by_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Ten
     return _expert_by_expert(x, chosen, gate_up, down, product, rounds=True)
 
 
-def rotated_slots(
-    slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None
-) -> Tensor:
+def rotated_slots(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
     """Row: a row adds its slots from the one that its place in the batch names."""
     depth, rows = slots.shape[1], slots.shape[0]
     order = (torch.arange(depth) + torch.arange(rows)[:, None]) % depth
@@ -184,9 +174,7 @@ def rotated_slots(
     return ops.combine(slots, weights.gather(1, order), experts.gather(1, order), count, program=program, shared_RD=shared_RD)
 
 
-def one_accumulator(
-    slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None
-) -> Tensor:
+def one_accumulator(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
     """Fusion: all slots in one FP32 accumulator, the leaves never rounded."""
     total = torch.zeros(slots.shape[0], slots.shape[2])
     for slot in range(slots.shape[1]):

@@ -55,9 +55,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, zero_c
     return rms_norm_reference.rms_norm(x, None, weight, eps, float(zero_centred))[0]
 
 
-def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False
-) -> Any:
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
     return rms_norm_reference.rms_norm(x, residual, weight, eps, float(zero_centred))
 
 
@@ -81,9 +79,7 @@ def _combine(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, pro
     return combine_reference.combine(slots, weights, experts, shared_RD, block, program.contributors)
 
 
-def _log_prob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None
-) -> TokenScores:
+def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
     logits = linear_reference.panels(hidden, weight)
     logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
     stats = log_prob_reference.group_stats(logits, program.vocab_group)
@@ -131,9 +127,7 @@ def _norm_rotate(
     width = q_weight_E.shape[0]
     columns = qkv_RC.split([heads * (query_width or width), kv_heads * width, kv_heads * width], 1)
     q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(columns, (heads, kv_heads, kv_heads), strict=True))
-    q, k = (
-        _norm(x[..., :width], w, eps, program=program, zero_centred=zero_centred) for x, w in ((q, q_weight_E), (k, k_weight_E))
-    )
+    q, k = (_norm(x[..., :width], w, eps, program=program, zero_centred=zero_centred) for x, w in ((q, q_weight_E), (k, k_weight_E)))
     return *(_rotate(x, table_PC2, positions_R, program=program) for x in (q, k)), v
 
 
@@ -158,16 +152,12 @@ def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, p
     return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
 
 
-def _weighted_sum(
-    slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None
-) -> Tensor:
+def _weighted_sum(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
     out = torch.einsum("rkd,rk->rd", slots, weights)
     return out if shared_RD is None else out + shared_RD
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None
-) -> TokenScores:
+def _log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Program, inverse_temperature_R: Any = None) -> TokenScores:
     logits = hidden @ weight.T
     logits = logits if inverse_temperature_R is None else logits * inverse_temperature_R[:, None]
     p = torch.log_softmax(logits, -1)

@@ -124,9 +124,7 @@ def test_a_wrong_formula_is_seen(op: str) -> None:
     args = case.make(1, "cpu", torch.float64)
     fault = {op: FAULTS[op]}
     wrong, exact = (
-        gradients(
-            Trial(case, ALIGNED, args, how).call, {**args}, [n for n in case.gradients if (op, n) != ("delta_gate", "a_log_V")]
-        )
+        gradients(Trial(case, ALIGNED, args, how).call, {**args}, [n for n in case.gradients if (op, n) != ("delta_gate", "a_log_V")])
         for how in (fault, TEXTBOOK)
     )
     values = [relative_error(a, b) for (_, a), (_, b) in zip(tensors(wrong[0]), tensors(exact[0]), strict=True)]
@@ -234,9 +232,7 @@ def test_a_rank_goes_on_from_carried_rows(cut: int) -> None:
     x, weight = torch.randn(70, 8).bfloat16(), torch.randn(8, 4).bfloat16()
     whole = ops.causal_conv(x, weight, PackedDelta(), Rows.packed(torch.tensor([0, 70])), program=ALIGNED)
     before = torch.cat([torch.zeros(3, 8).bfloat16(), x[:cut]])[-3:][None]
-    part = ops.causal_conv(
-        x[cut:], weight, PackedDelta(carry_NWC=before), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED
-    )
+    part = ops.causal_conv(x[cut:], weight, PackedDelta(carry_NWC=before), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED)
     assert_same_bytes(part, whole[cut:])
     with pytest.raises(LawBroken):
         alone = ops.causal_conv(x[cut:], weight, PackedDelta(), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED)

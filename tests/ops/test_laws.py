@@ -113,9 +113,7 @@ def test_same_bytes_sees_every_bit() -> None:
     assert_same_bytes(nan, nan.clone())
     with pytest.raises(LawBroken, match="0x7fc0.*0x7fc1.*not finite"):
         assert_same_bytes(nan, other_nan)
-    with pytest.raises(
-        LawBroken, match=r"1 of 3 elements differ; first at \(1,\): 0.0 \(0x0000\) against -0.0 \(0x8000\), 0 ulp"
-    ):
+    with pytest.raises(LawBroken, match=r"1 of 3 elements differ; first at \(1,\): 0.0 \(0x0000\) against -0.0 \(0x8000\), 0 ulp"):
         assert_same_bytes(_bf16(1, 0, 5), _bf16(1, 0x8000, 5))
     with pytest.raises(LawBroken, match=r"2 of 4 elements differ; first at \(0, 1\).* 1 ulp; largest finite distance 3 ulp"):
         assert_same_bytes(_bf16(7, 9, 8, 0x8001).view(2, 2), _bf16(7, 10, 8, 2).view(2, 2))

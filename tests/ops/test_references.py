@@ -33,9 +33,7 @@ FP32_BOUND = 2.0**-20
 
 
 def _cases(device: str = "cpu") -> list[Any]:
-    found = [
-        case for name in sorted(TEXTBOOK) if name in ops.CONTRACTS for case in cases_of(name, ALIGNED) if case.runs_on(device)
-    ]
+    found = [case for name in sorted(TEXTBOOK) if name in ops.CONTRACTS for case in cases_of(name, ALIGNED) if case.runs_on(device)]
     return [pytest.param(case, id=f"{case.op}-{case.name}".replace(" ", "_")) for case in found]
 
 
@@ -101,12 +99,8 @@ def _nearest_bf16(exact: Fraction) -> set[float]:
 def test_round_double_rounds_once() -> None:
     """Against exact rationals, at and around the halves where a stop at FP32 would round twice."""
     halves = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(3 + 2**-7), 2**-120 * (1 + 2**-8), 7e37 * 1.0])
-    values = [
-        float(h) * (1 + sign * 2.0**-k) for h, sign, k in itertools.product(halves.double(), (-1, 0, 1), (25, 26, 30, 40, 52))
-    ]
-    for value, rounded in zip(
-        values, round_double(torch.tensor(values, dtype=torch.float64), torch.bfloat16).tolist(), strict=True
-    ):
+    values = [float(h) * (1 + sign * 2.0**-k) for h, sign, k in itertools.product(halves.double(), (-1, 0, 1), (25, 26, 30, 40, 52))]
+    for value, rounded in zip(values, round_double(torch.tensor(values, dtype=torch.float64), torch.bfloat16).tolist(), strict=True):
         assert rounded in _nearest_bf16(Fraction(value)), value
     trap = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
     assert trap.float().bfloat16() == 1.0, "the trap: through FP32 the tie goes to even"

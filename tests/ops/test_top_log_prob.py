@@ -107,9 +107,7 @@ def test_an_impossible_count_is_refused(top_k: int) -> None:
         ops.top_log_prob(hidden, weight, torch.zeros(2), top_k, program=PROGRAM)
 
 
-def _case(
-    name: str, rows: int, vocabulary: int, width: int, top_k: int, kind: str = "normal", device_sized: bool = False
-) -> Case:
+def _case(name: str, rows: int, vocabulary: int, width: int, top_k: int, kind: str = "normal", device_sized: bool = False) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def gated_mlp(ours: str, theirs: str, hidden: int, inner: int) -> list[Entry]:
     ]
 
 
-def experts_one_by_one(theirs: str, count: int, hidden: int, inner: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+def separate_experts(theirs: str, count: int, hidden: int, inner: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """The layouts of `Experts`' gate_up and down where each expert's projections are published by themselves."""
     gate_up = tuple(
         Piece(f"{theirs}.{e}.{name}_proj.weight", (inner, hidden), expert=e, start=start)
@@ -257,9 +257,7 @@ def save(
     stored = source.tensors
     for shard in source.shards:  # carried tensors are read from where they were
         if any(t.name in match.carried for t in shard.tensors) and read_shard(shard.tensors[0].path).header != shard.header:
-            raise ValueError(
-                f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through"
-            )
+            raise ValueError(f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through")
 
     def value(name: str) -> Tensor:
         if name not in match.places:

@@ -94,6 +94,4 @@ class FieldReader:
     def finish(self) -> None:
         unknown = sorted(set(self.fields) - self.seen)
         if unknown:
-            raise ValueError(
-                f"{self.family}: config.json has unknown fields {', '.join(f'{n}={self.fields[n]!r}' for n in unknown[:5])}"
-            )
+            raise ValueError(f"{self.family}: config.json has unknown fields {', '.join(f'{n}={self.fields[n]!r}' for n in unknown[:5])}")

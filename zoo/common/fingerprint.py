@@ -115,9 +115,7 @@ def realisation(module: nn.Module, program: Program) -> dict[str, str]:
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
     for op, contract in sorted(CONTRACTS.items()):
         members = [
-            p.name
-            for p in contract.providers
-            if p.device == program.device and p.byte_class == program.byte_class(op) and p.installed()
+            p.name for p in contract.providers if p.device == program.device and p.byte_class == program.byte_class(op) and p.installed()
         ]
         out.setdefault(op, " or ".join(members) or "none")
     out["layout"] = "one device"

@@ -62,9 +62,7 @@ def checksums(rows_XRC: Tensor, *, chunk: int | None = None) -> Tensor:
         for start in range(0, rows, step):
             part = rows_XRC[first : first + together, start : start + step]
             z = _words(part.reshape(part.shape[0], -1))
-            z = z + torch.arange(1, 1 + z.shape[1], dtype=torch.int64, device=z.device).add_(start * row_bytes // 8).mul_(
-                _signed(_GOLDEN)
-            )
+            z = z + torch.arange(1, 1 + z.shape[1], dtype=torch.int64, device=z.device).add_(start * row_bytes // 8).mul_(_signed(_GOLDEN))
             out[first : first + together] += _mix_(z).sum(1)
     return out
 

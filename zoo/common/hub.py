@@ -34,9 +34,7 @@ def _download(repo: str, revision: str | None) -> Path:
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{where}: the repository has no such revision") from error
     except errors.RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{where}: no such repository (or a private one without a login), and no local folder of that name"
-        ) from error
+        raise ValueError(f"{where}: no such repository (or a private one without a login), and no local folder of that name") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
         raise ValueError(f"{where}: not in the local cache (or only partly) and {state}") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +13,32 @@ from zoo.common.delta_memory import CHUNK, DeltaLayer, DeltaMemory, DeltaSnapsho
 from zoo.common.memory import PagedKeyValues, PagedMemory
 
 
+@dataclass(frozen=True)
+class HybridSnapshot:
+    """A sequence at a multiple of 64 tokens: its states, and the rows [attention layers, rows, G, E] of the page it ends in."""
+
+    delta: DeltaSnapshot
+    k_LRGE: Tensor
+    v_LRGE: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.delta.length
+
+
 class HybridMemory:
     """A table row is [slot, page 0, page 1, ...]. Layer i has pages where `full[i]`, else a slot's state.
 
-    At most `snapshots` are alive at once, by default one per slot; `nbytes` counts them, so that there is room for them.
+    `snapshots` may be alive at once, by default one per slot. The engine keeps to it; `nbytes` counts them.
     """
+
+    grain = CHUNK
 
     def __init__(self, full: Sequence[bool], paged: PagedMemory, delta: DeltaMemory, snapshots: int | None = None) -> None:
         self.full, self.paged, self.delta = tuple(full), paged, delta
         self.page_size, self.pages = paged.page_size, paged.pages
         self.slots = delta.slots - 1
         self.snapshots = self.slots if snapshots is None else snapshots
-        self._alive: weakref.WeakValueDictionary[int, DeltaSnapshot] = weakref.WeakValueDictionary()
-        self._taken = 0
 
     def view(self, table_NB: Tensor) -> list[PagedKeyValues | DeltaLayer]:
         attention, recurrent = iter(self.paged.view(table_NB[:, 1:])), iter(self.delta.view(table_NB[:, 0].long()))
@@ -33,7 +46,13 @@ class HybridMemory:
 
     @property
     def nbytes(self) -> int:
-        return self.paged.nbytes + self.delta.nbytes + self.snapshots * self.delta.snapshot_nbytes
+        return self.paged.nbytes + self.delta.nbytes + self.snapshots * self.snapshot_nbytes
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """At most: a page of 80 may be open with 64 of its rows written."""
+        row = self.paged.nbytes // (self.pages * self.page_size)
+        return self.delta.snapshot_nbytes + row * (self.page_size - math.gcd(self.page_size, CHUNK))
 
     def pages_for(self, length: int) -> int:
         return self.paged.pages_for(length)
@@ -54,21 +73,19 @@ class HybridMemory:
         if slots:
             self.delta.clear(list(slots))
 
-    def reusable_length(self, length: int) -> int:
-        """Whole pages and whole chunks."""
-        stride = math.lcm(self.page_size, CHUNK)
-        return length // stride * stride
+    def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> HybridSnapshot:
+        """ValueError off multiples of 64 tokens."""
+        full, rows = divmod(length, self.page_size)
+        page = pages[full] if rows else 0
+        k_LRGE, v_LRGE = (t[:, page, :rows].clone() for t in (self.paged.k_LPSGE, self.paged.v_LPSGE))
+        return HybridSnapshot(self.delta.snapshot(slot, length), k_LRGE, v_LRGE)
 
-    def snapshot(self, slot: int, length: int) -> DeltaSnapshot | None:
-        """None off multiples of 64 positions, and where `snapshots` are alive already."""
-        if length % CHUNK or len(self._alive) >= self.snapshots:
-            return None
-        self._taken += 1
-        made = self._alive[self._taken] = self.delta.snapshot(slot, length)
-        return made
-
-    def restore(self, slot: int, snapshot: DeltaSnapshot) -> None:
-        self.delta.restore(slot, snapshot)
+    def restore(self, slot: int, pages: Sequence[int], snapshot: HybridSnapshot) -> None:
+        self.delta.restore(slot, snapshot.delta)
+        full, rows = divmod(snapshot.length, self.page_size)
+        if rows:
+            self.paged.k_LPSGE[:, pages[full], :rows] = snapshot.k_LRGE
+            self.paged.v_LPSGE[:, pages[full], :rows] = snapshot.v_LRGE
 
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
         """[attention layers, length, ...] of keys and values; a slot's live bytes [recurrent layers, ...] as `delta_...`."""

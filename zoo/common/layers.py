@@ -92,7 +92,15 @@ class HeadNormRope(nn.Module):
     """Splits fused rows into query, key and value heads; norms and rotates queries and keys. Weights q [E] and k [E]."""
 
     def __init__(
-        self, heads: int, kv_heads: int, width: int, eps: float, program: Program, *, query_width: int | None = None, zero_centred: bool = False
+        self,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        eps: float,
+        program: Program,
+        *,
+        query_width: int | None = None,
+        zero_centred: bool = False,
     ) -> None:
         super().__init__()
         self.q = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))

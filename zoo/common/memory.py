@@ -7,9 +7,11 @@ The engine owns which page and slot belongs to whom and knows nothing of what th
 - A sequence's tokens b * page_size .. (b + 1) * page_size - 1 live in its page b. Pages of one prefix may be shared by sequences.
 - A memory with state that is not a row of a page (a recurrent state, an open compressor window) has `slots`, one per running
   sequence, slot 0 for padding. `table` writes slot and pages of a batch into one int32 tensor, opaque to drivers and graphs.
-- A sequence may start after a cached prefix of L tokens iff reusable_length(L) == L and, with slots, a `snapshot` was taken when
-  exactly L tokens had been pushed; `restore` puts it into another sequence's slot. For it the engine ends chunks at such L.
-- `PagedMemory` is the plain case: no slots, any L, no snapshots.
+- Without slots, a sequence may start after any cached full pages. With slots it may start after L tokens iff a `snapshot` was
+  taken when exactly L had been pushed, L a multiple of `grain`. A snapshot holds all of the sequence that its full pages don't:
+  the slot, and copies of the rows of the page that L lies in. So a start shares full pages only, writes into none of them, and
+  needs nothing of the sequence that the snapshot is of. `restore` writes it into the slot and the open page of another.
+- `PagedMemory` is the plain case: no slots, no snapshots.
 """
 
 from __future__ import annotations
@@ -84,10 +86,12 @@ class ServingMemory(Protocol):
     page_size: int
     pages: int
     slots: int
+    grain: int  # snapshots are taken at multiples of so many tokens
+    snapshots: int  # that may be alive at once; `nbytes` counts them
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and slots."""
+        """Bytes of all pages, slots and snapshots."""
 
     def pages_for(self, length: int) -> int:
         """Pages that a sequence of `length` tokens holds."""
@@ -104,14 +108,11 @@ class ServingMemory(Protocol):
     def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
         """Zero-fills pages and slots as they are assigned."""
 
-    def reusable_length(self, length: int) -> int:
-        """The longest prefix, at most `length` tokens, after which a sequence may start from shared pages (and a snapshot)."""
+    def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> Any:
+        """Copies of a slot and of the open page of a sequence of `length` tokens. ValueError off multiples of `grain`."""
 
-    def snapshot(self, slot: int, length: int) -> Any:
-        """A copy of a slot, which holds `length` tokens now; None if there is no room for one."""
-
-    def restore(self, slot: int, snapshot: Any) -> None:
-        """Writes a snapshot into a slot."""
+    def restore(self, slot: int, pages: Sequence[int], snapshot: Any) -> None:
+        """Writes a snapshot into a slot and into the page that its length lies in, cleared and nobody else's."""
 
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
         """The cached bytes of one sequence by name, for comparisons: [layers, length, ...], and a slot's under `delta_` names."""
@@ -123,7 +124,7 @@ class PagedMemory:
     k_LPSGE, v_LPSGE: [layers, pages, page_size, kv heads, head dim]. Page 0 is reserved for padding rows.
     """
 
-    slots = 0
+    slots, grain, snapshots = 0, 1, 0
 
     def __init__(
         self,
@@ -163,13 +164,10 @@ class PagedMemory:
     def capacity(self, table_NB: Tensor) -> int:
         return table_NB.shape[1] * self.page_size
 
-    def reusable_length(self, length: int) -> int:
-        return length
-
-    def snapshot(self, slot: int, length: int) -> Any:
+    def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> Any:
         raise AssertionError("pages are all that there is")
 
-    def restore(self, slot: int, snapshot: Any) -> None:
+    def restore(self, slot: int, pages: Sequence[int], snapshot: Any) -> None:
         raise AssertionError("pages are all that there is")
 
     def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:

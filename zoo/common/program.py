@@ -120,7 +120,6 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Progra
     return Program(name, kind, text, key_segments=KEY_SEGMENTS[kind] if name == "aligned" else ())
 
 
-
 def narrow_parts(outputs: int, inputs: int) -> int:
     """K parts of a narrow linear (routers, gates), a constant of its shape: see DECISIONS, `k_parts`."""
     if outputs > 256:
@@ -142,28 +141,33 @@ class Decision:
 DECISIONS = (
     Decision(
         "dense attention: byte class and key segments",
-        "FlashAttention 4 (one split) inside segments of 2048 absolute positions (2080 at head dim 256, whose key tile is 80), merged left to right",
-        "decode at batch 1 and 32768 keys 46 us against 374 us in one pass, at batch 64 and 4096 keys 266 against 246; training forward of one "
-        "4096-token document 282 us against 255, of 32768 tokens 15.4 ms against 14.0; segments of 1024 cost training 89 and 28 %; relative error "
-        "against float64 0.00202 (one pass 0.00187, rounding alone 0.00165); decode rows equal training rows byte for byte at ten positions up to 4095",
+        "FlashAttention 4 (one split) inside segments of 2048 absolute positions (2080 at head dim 256, whose key tile is 80), "
+        "merged left to right",
+        "decode at batch 1 and 32768 keys 46 us against 374 us in one pass, at batch 64 and 4096 keys 266 against 246; training "
+        "forward of one 4096-token document 282 us against 255, of 32768 tokens 15.4 ms against 14.0; segments of 1024 cost "
+        "training 89 and 28 %; relative error against float64 0.00202 (one pass 0.00187, rounding alone 0.00165); decode rows "
+        "equal training rows byte for byte at ten positions up to 4095",
     ),
     Decision(
         "experts: where the route weight is applied",
         "after a BF16 slot row, in FP32 slot order, one rounding per contributor",
-        "relative error 0.0042 at 35B-A3B geometry; folded into SwiGLU 0.0041; on FP32 slot rows 0.0039, which doubles the slot rows' bytes; "
-        "a plain grouped product serves it, and the Triton one was the fastest at decode (15.4 us against DeepGEMM's 13.4 to 15.0 at 1 token, "
-        "61 against 72 to 82 at 8, 221 against 247 to 318 at 64) and within 2 % at 4096 tokens",
+        "relative error 0.0042 at 35B-A3B geometry; folded into SwiGLU 0.0041; on FP32 slot rows 0.0039, which doubles the slot "
+        "rows' bytes; a plain grouped product serves it, and the Triton one was the fastest at decode (15.4 us against "
+        "DeepGEMM's 13.4 to 15.0 at 1 token, 61 against 72 to 82 at 8, 221 against 247 to 318 at 64) and within 2 % at 4096 "
+        "tokens",
     ),
     Decision(
         "k_parts of narrow linears",
         "1 up to K = 4096 for 16 to 256 outputs, 8 up to 8192, 16 beyond; 8 below 16 outputs",
-        "128 x 2048 with one part by DeepGEMM 4.6 / 4.9 / 8.2 us at 1 / 64 / 4096 rows (cuBLAS 4.9 / 5.3 / 6.4), eight parts 4.0 / 4.4 / 16.3; "
-        "256 x 6144 at 1 row 8.9 with one part, 5.4 with eight; 24 x 16384 20.3 against 6.0 with sixteen; 1 x 2048 6.2 against 3.5 with eight",
+        "128 x 2048 with one part by DeepGEMM 4.6 / 4.9 / 8.2 us at 1 / 64 / 4096 rows (cuBLAS 4.9 / 5.3 / 6.4), eight parts "
+        "4.0 / 4.4 / 16.3; 256 x 6144 at 1 row 8.9 with one part, 5.4 with eight; 24 x 16384 20.3 against 6.0 with sixteen; 1 x "
+        "2048 6.2 against 3.5 with eight",
     ),
     Decision(
         "FP8 class",
         "DeepGEMM's own order",
-        "row-count invariant with itself at three shapes and nine row counts; 9.1 us at 4096 x 4096 and 1 row, 100 us at 4096 rows (BF16 11.0 and 174)",
+        "row-count invariant with itself at three shapes and nine row counts; 9.1 us at 4096 x 4096 and 1 row, 100 us at 4096 "
+        "rows (BF16 11.0 and 174)",
     ),
     Decision(
         "segments of a selected list in sparse attention",

@@ -6,6 +6,7 @@ this GPU and toolchain. The store is read once; `reload` after it was written.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -85,13 +86,15 @@ def read(path: Path) -> list[Verdict]:
 
 def write(path: Path, verdicts: Iterable[Verdict], about: dict[str, Any]) -> None:
     """Merges verdicts into the store, whole or not at all, and lets this process use them. `about`: GPU, toolchain."""
-    merged = {(v.op, v.provider, v.shape): v for v in read(path)}
-    merged |= {(v.op, v.provider, v.shape): v for v in verdicts}
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"format": FORMAT, **about, "verdicts": [asdict(v) for v in merged.values()]}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump(body, file, indent=1)
-    os.replace(file.name, path)
+    with path.with_suffix(".lock").open("w") as lock:  # two processes that merge at once would lose one another's verdicts
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        merged = {(v.op, v.provider, v.shape): v for v in read(path)}
+        merged |= {(v.op, v.provider, v.shape): v for v in verdicts}
+        body = {"format": FORMAT, **about, "verdicts": [asdict(v) for v in merged.values()]}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            json.dump(body, file, indent=1)
+        os.replace(file.name, path)
     reload()
 
 

@@ -22,7 +22,7 @@ class Rows:
     lengths_N    int32, tokens of sequence n in memory after these rows are pushed
     max_rows     host bound on the rows of one sequence (shapes a launch, never a byte)
     max_length   host bound on lengths_N (likewise)
-    launch       what a launch derives from the rows once for all layers; ops fill it
+    launch       what a launch derives from the rows once for all layers; ops fill it, and a copy (dataclasses.replace) starts empty
     """
 
     positions_R: Tensor
@@ -31,7 +31,7 @@ class Rows:
     lengths_N: Tensor
     max_rows: int
     max_length: int
-    launch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    launch: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def count(self) -> int:

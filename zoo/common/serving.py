@@ -19,8 +19,11 @@ class ForServing(Pretrained, nn.Module):
     model: nn.Module
     trainable = False
 
-    def make_memory(self, pages: int, page_size: int | None = None) -> ServingMemory:
-        """Paged memory for this model on its device; page 0 is reserved for padding."""
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> ServingMemory:
+        """Memory for this model on its device; page 0 is reserved for padding.
+
+        slots: sequences that may run at once, where each holds state beside its pages; without such state it says nothing.
+        """
         raise AssertionError("written by each architecture")
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:

@@ -79,9 +79,7 @@ def read_shard(path: Path) -> Shard:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-            raise ValueError(
-                f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}"
-            )
+            raise ValueError(f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}")
         raw = file.read(length)
     try:
         fields = json.loads(raw)
@@ -95,9 +93,7 @@ def read_shard(path: Path) -> Shard:
             raise ValueError(f"{path}: data of {tensor.name} starts at byte {tensor.offset}, it should start at {end}")
         end += tensor.nbytes
     if end != size:
-        raise ValueError(
-            f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}"
-        )
+        raise ValueError(f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}")
     return Shard(path.name, length.to_bytes(8, "little") + raw, tuple(tensors))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from zoo.common.config import FieldReader
 
 IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id",
     "initializer_range", "max_window_layers", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "num_local_experts",
     "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
     "problem_type", "return_dict", "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation",

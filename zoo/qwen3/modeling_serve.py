@@ -27,7 +27,8 @@ class Qwen3ForServing(ForServing):
         self.config, self.program = config, program
         self.model = Qwen3Model(config, program)
 
-    def make_memory(self, pages: int, page_size: int | None = None) -> PagedMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> PagedMemory:
+        """Pages are all that a sequence holds: `slots` says nothing."""
         c = self.config
         device = self.model.embed.weight.device
         return PagedMemory(c.layers, pages, page_size or PAGE_SIZE, c.kv_heads, c.head_dim, self.program.torch_dtype, device)

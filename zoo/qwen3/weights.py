@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.checkpoint import Entry, WeightTable, experts_one_by_one, gated_mlp, single, stacked_rows
+from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3.config import Qwen3Config
 
 
@@ -34,7 +34,7 @@ def table(config: Qwen3Config) -> WeightTable:
 
 
 def _experts(config: Qwen3Config, mlp: str) -> list[Entry]:
-    gate_up, down = experts_one_by_one(f"{mlp}.experts", config.experts, config.hidden, config.expert_inner)
+    gate_up, down = separate_experts(f"{mlp}.experts", config.experts, config.hidden, config.expert_inner)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (config.experts, config.hidden)),
         Entry(f"{mlp}.experts.gate_up", (gate_up,)),

@@ -71,9 +71,7 @@ class Qwen35Config:
     def first_layers(self, layers: int) -> Qwen35Config:
         """The same geometry with the first `layers` layers only. ValueError unless one of them has full attention."""
         if not any(self.full[:layers]):
-            raise ValueError(
-                f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed"
-            )
+            raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
         return replace(self, layers=layers, full=self.full[:layers], published={})
 
     @classmethod
@@ -104,9 +102,7 @@ class Qwen35Config:
             raise ValueError(f"qwen3_5: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         key_heads, value_heads = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
         if value_heads % key_heads:
-            raise ValueError(
-                f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
-            )
+            raise ValueError(f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
         head_dim = read.integer("head_dim")
         mixture: dict[str, Any] = {"inner": 0}
         if kind == "qwen3_5_moe":
@@ -118,9 +114,7 @@ class Qwen35Config:
             }
             read.raw("intermediate_size", None)  # of the dense family; published beside the experts' own
             if mixture["experts_per_token"] > mixture["experts"]:
-                raise ValueError(
-                    f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}"
-                )
+                raise ValueError(f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}")
         else:
             mixture["inner"] = read.integer("intermediate_size")
         theta, rotated = read.partial_rope(head_dim)

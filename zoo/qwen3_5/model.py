@@ -75,9 +75,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Qwen35Config, program: Program) -> None:
         super().__init__()
         hidden = config.hidden
-        self.router = Linear(
-            hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden)
-        )
+        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden))
         self.experts = Experts(config.experts, hidden, config.expert_inner, program)
         self.shared = GatedMLP(hidden, config.shared_inner, program)
         self.shared_gate = Linear(hidden, 1, program, out_dtype=torch.float32, k_parts=narrow_parts(1, hidden))

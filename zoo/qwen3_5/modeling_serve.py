@@ -31,13 +31,13 @@ class Qwen35ForServing(ForServing):
         self.config, self.program = config, program
         self.model = Qwen35Model(config, program)
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int = SEQUENCES) -> HybridMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
         """A page of 80 at head dim 256 is FlashAttention 4's key tile there, the only one that it pages."""
         c, dtype = self.config, self.program.torch_dtype
         device = self.model.embed.weight.device
         page = page_size or (80 if c.head_dim > 128 else 128)
         paged = PagedMemory(sum(c.full), pages, page, c.kv_heads, c.head_dim, dtype, device)
-        return HybridMemory(c.full, paged, self.recurrent_memory(slots + 1))
+        return HybridMemory(c.full, paged, self.recurrent_memory((SEQUENCES if slots is None else slots) + 1))
 
     def recurrent_memory(self, slots: int) -> DeltaMemory:
         """Slots of the recurrent layers alone, slot 0 for padding."""

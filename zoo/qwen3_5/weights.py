@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.checkpoint import Entry, Piece, WeightTable, experts_one_by_one, gated_mlp, single, stacked_rows
+from zoo.common.checkpoint import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
@@ -65,7 +65,7 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
 def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
     """Routed experts as published (stacked), or one by one as transformers saves them."""
     count, inner, hidden = config.experts, config.expert_inner, config.hidden
-    gate_up, down = experts_one_bysingle(f"{theirs}.experts", count, hidden, inner)
+    gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, inner)
     stacked = (
         Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * inner, hidden)),
         Piece(f"{theirs}.experts.down_proj", (count, hidden, inner)),

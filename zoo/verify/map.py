@@ -146,5 +146,3 @@ def show(subject: Subject, places: list[Place], console: Console) -> None:
         for name, text in words(op).items():
             if name != "version":
                 console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True, markup=False)
-
-

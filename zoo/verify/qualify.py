@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.common import qualification
 from zoo.common.fingerprint import toolchain
 from zoo.common.layers import Experts, Linear
-from zoo.common.ops import CONTRACTS, Provider
-from zoo.common.ops.cases import Case, Draw, cases_of, check, trial
+from zoo.common.ops import CONTRACTS
+from zoo.common.ops.cases import Case, cases_of, check, trial
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
-from zoo.testing import LawBroken, as_integers, assert_same_bytes, gradients, tensors
+from zoo.testing import LawBroken, assert_same_bytes, gradients, tensors
+from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
 from zoo.verify.calls import head_shapes
-from zoo.verify.subject import config_of, sizes
+from zoo.verify.subject import config_of
 
-ROWS = (1, 2, 7, 16, 17, 64, 65, 128, 300, 1024, 4096, 8192)
-KINDS = ("normal", "wide", "cancel", "subnormal")
-DRAWN = 1000  # rows really drawn; not a divisor of any tile
-Shape = tuple[int, ...]
+COMMON_SIZES = {
+    "qwen3": ("tiny", "4b", "8b", "32b"),
+    "qwen3_moe": ("tiny", "30b-a3b"),
+    "qwen3_5": ("tiny", "4b", "9b", "27b"),
+    "qwen3_5_moe": ("tiny", "35b-a3b"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,59 +73,6 @@ def targets_of_sizes(arch: str, names: Iterable[str]) -> list[Target]:
     return list(found)
 
 
-def _linear(draw: Draw, shape: Shape, rows: int, kind: str) -> list[tuple[Any, ...]]:
-    n, k, parts = shape
-    # a subnormal x meets a weight large enough for sums that are subnormal too
-    scale = 2.0**10 if kind == "subnormal" else k**-0.5
-    weight = _repeated(draw.floats(min(n, DRAWN), k, kind="wide" if kind == "wide" else "normal", scale=scale), n)
-    x = _repeated(draw.floats(min(rows, DRAWN), k, kind=kind), rows)
-    return [(x[:count], weight, dtype, parts) for count in _counts(rows) for dtype in (x.dtype, torch.float32)]
-
-
-def _experts(draw: Draw, shape: Shape, rows: int, kind: str) -> list[tuple[Any, ...]]:
-    count, hidden, inner = shape
-    gate_up = _repeated(draw.floats(min(count, 4), 2 * inner, hidden, scale=hidden**-0.5), count)
-    down = _repeated(draw.floats(min(count, 4), hidden, inner, scale=2.0**10 if kind == "subnormal" else inner**-0.5), count)
-    x, chosen = _repeated(draw.floats(min(rows, DRAWN), hidden, kind=kind), rows), draw.choices(rows, min(8, count), count)
-    return [(x[:r], chosen[:r], gate_up, down) for r in _counts(rows)]
-
-
-def _counts(rows: int) -> tuple[int, ...]:
-    return (*[r for r in ROWS if r < rows], rows)
-
-
-def _repeated(x: Tensor, count: int) -> Tensor:
-    """Enough rows from the ones drawn: drawing takes longer than everything else."""
-    return x if x.shape[0] == count else x[torch.arange(count, device=x.device) % x.shape[0]]
-
-
-_TRIALS: dict[str, Callable[[Draw, Shape, int, str], list[tuple[Any, ...]]]] = {"linear": _linear, "experts": _experts}
-
-
-def admit(target: Target, candidate: Provider, defining: Provider, device: str, rows: int = ROWS[-1]) -> Verdict:
-    """Compares a candidate's bytes with the defining provider's over row counts and kinds of data, forward twice each."""
-    draw = Draw(0, device, torch.bfloat16)
-    checks, reason = 0, ""
-    with torch.no_grad():
-        for kind in KINDS:
-            for arguments in _TRIALS[target.op](draw, target.shape, rows, kind):
-                try:
-                    found = [candidate.function("forward")(*arguments) for _ in range(2)]
-                except (RuntimeError, ImportError, AssertionError) as error:
-                    reason = f"it failed: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-                    break
-                expected = defining.function("forward")(*arguments)
-                checks += 1
-                bad = [int((as_integers(y) != as_integers(expected)).sum()) for y in found]
-                if any(bad):
-                    differ = f"{max(bad)} of {expected.numel()} elements differ from {defining.name}"
-                    reason = f"{differ} ({kind}, {arguments[0].shape[0]} rows)"
-                    break
-            if reason:
-                break
-    return Verdict(target.op, candidate.name, target.shape, CONTRACTS[target.op].version, checks, reason)
-
-
 def qualify(
     targets: Iterable[Target],
     say: Callable[[str], None] = lambda text: None,
@@ -129,25 +80,68 @@ def qualify(
     program: Program | None = None,
     again: bool = False,
     rows: int = ROWS[-1],
+    jobs: int | None = None,
+    modules: Sequence[str] = (),
+    seconds: float | None = None,
 ) -> list[Verdict]:
-    """Admits or refuses every candidate at every target that has no verdict yet (`again`: at all), and stores the verdicts."""
-    program = program or resolve("aligned", "cuda", torch.bfloat16)
+    """Admits or refuses every candidate at every target that has no verdict yet (`again`: at all), and stores the verdicts at once.
+
+    `say` gets a line per shape as it is decided. jobs: worker processes, by default one per CPU core, at most 16; 1: this process
+    does it. modules: imported by the workers first. What is not decided after `seconds` stays without a verdict.
+    """
+    program, begin = program or resolve("aligned", "cuda", torch.bfloat16), time.monotonic()
+    wanted: dict[tuple[Target, str], dict[str, Outcome | None]] = {}
+    for target in dict.fromkeys(targets):
+        if defining_of(target.op, target.shape, program) is None:
+            continue
+        for candidate in _candidates(target, program, modules):
+            if again or not qualification.tried(target.op, candidate, target.shape):
+                wanted[target, candidate] = dict.fromkeys(PARTS[target.op])
+    tasks = [Task(t.op, t.shape, candidate, part, rows) for (t, candidate), parts in wanted.items() for part in parts]
+    jobs = jobs or min(16, os.cpu_count() or 1)
+    if tasks:
+        say(f"qualifying {len(wanted)} shapes in {min(jobs, len(tasks))} processes")
     verdicts = []
-    for target in targets:
-        wanted = program.byte_class(target.op)
-        members = [p for p in CONTRACTS[target.op].providers if p.byte_class == wanted and p.device == program.device]
-        defining = [p for p in members if p.defining and p.serves(*target.shape)]
-        for candidate in members:
-            if candidate.defining or not defining or not candidate.installed() or not candidate.serves(*target.shape):
-                continue
-            if not again and qualification.tried(target.op, candidate.name, target.shape):
-                continue
-            say(f"{target} by {candidate.name}")
-            verdicts.append(admit(target, candidate, defining[0], program.device, rows))
-    if verdicts:
-        about = {"toolchain": toolchain(torch.device(program.device))}
-        qualification.write(qualification.path_for_this_machine(), verdicts, about)
+    try:
+        here = ((task, compare(task, program)) for task in tasks)
+        for task, outcome in here if jobs == 1 else side_by_side(tasks, program, jobs, modules, seconds):
+            target = Target(task.op, task.shape)
+            parts = wanted[target, task.candidate]
+            parts[task.part] = outcome
+            done = [o for o in parts.values() if o is not None]
+            if len(done) == len(parts):
+                verdict, line = _verdict(target, task.candidate, done, program)
+                say(line)
+                verdicts += [] if verdict is None else [verdict]
+    finally:
+        if verdicts:
+            about = {"toolchain": toolchain(torch.device(program.device))}
+            qualification.write(qualification.path_for_this_machine(), verdicts, about)
+    if tasks:
+        say(f"qualified {len(verdicts)} of {len(wanted)} shapes in {time.monotonic() - begin:.1f} s")
     return verdicts
+
+
+def _candidates(target: Target, program: Program, modules: Sequence[str]) -> list[str]:
+    """Providers that could run a shape besides the defining one."""
+    for module in modules:
+        importlib.import_module(module)
+    wanted = (program.byte_class(target.op), program.device, False)
+    members = [p for p in CONTRACTS[target.op].providers if (p.byte_class, p.device, p.defining) == wanted]
+    return [p.name for p in members if p.installed() and p.serves(*target.shape)]
+
+
+def _verdict(target: Target, candidate: str, outcomes: list[Outcome], program: Program) -> tuple[Verdict | None, str]:
+    """The verdict of all parts, and its line."""
+    checks, seconds = sum(o.checks for o in outcomes), max(o.end for o in outcomes) - min(o.begin for o in outcomes)
+    reason = next((o.reason for o in outcomes if o.reason), "")
+    undecided = next((o.undecided for o in outcomes if o.undecided), "")
+    if undecided and not reason:
+        return None, f"{target}: {candidate} not decided: {undecided}"
+    defining = defining_of(target.op, target.shape, program)
+    assert defining is not None
+    text = f"falls back to {defining.name}, {candidate}: {reason}" if reason else f"{candidate} admitted, {checks} comparisons"
+    return Verdict(target.op, candidate, target.shape, CONTRACTS[target.op].version, checks, reason), f"{target}: {text} ({seconds:.1f} s)"
 
 
 def running(targets: Iterable[Target], program: Program) -> list[tuple[Target, str, str]]:
@@ -294,7 +288,7 @@ def _time(call: Callable[[], Any], device: str) -> float:
 def default_targets() -> list[Target]:
     """The shapes of the sizes that most people run; `zoo verify` qualifies any other when it meets it."""
     found: dict[Target, None] = {}
-    for arch, names in (("qwen3", ("tiny", "4b", "8b", "32b")), ("qwen3_moe", ("tiny", "30b-a3b"))):
-        found |= dict.fromkeys(targets_of_sizes(arch, [name for name in names if name in sizes(arch)]))
+    for arch, names in COMMON_SIZES.items():
+        found |= dict.fromkeys(targets_of_sizes(arch, names))
     return list(found)
 

@@ -45,9 +45,7 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 
 def page(result: Result, places: list[Place], layers: int, longest: int) -> str:
     """The whole page. `layers` and `longest` bound the heat map."""
-    verdict = (
-        '<span class="good">Every compared byte is equal.</span>' if result.ok else '<span class="bad">The climb failed.</span>'
-    )
+    verdict = '<span class="good">Every compared byte is equal.</span>' if result.ok else '<span class="bad">The climb failed.</span>'
     body = [
         f"<h1>{escape(result.arch)} on {escape(result.device)}</h1>",
         f'<p class="verdict">{verdict}</p>',

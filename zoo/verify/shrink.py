@@ -49,7 +49,7 @@ def only(provider):
     choices_changed()
 
 '''
-_TAIL = '''
+_TAIL = """
 
 def differ(x, y):
     return x.shape != y.shape or not torch.equal(as_integers(x), as_integers(y))
@@ -63,7 +63,7 @@ print(f"{{len(bad)}} of {{a.numel()}} output elements differ")
 for where in bad[:8].tolist():
     print(f"  at {{where}}: {{a[tuple(where)].item()!r}} against {{b[tuple(where)].item()!r}}")
 raise SystemExit(1 if len(bad) else 0)
-'''
+"""
 
 
 def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -> Path:
@@ -109,9 +109,7 @@ def _function(python_name: str, run: str, call: Call, side: str, stored: dict[st
 
 
 def _provider(p: Provider) -> str:
-    return (
-        f"Provider({p.name!r}, {p.byte_class!r}, {p.device!r}, {p.forward!r}, {p.backward!r}, needs={p.needs!r}, defining=True)"
-    )
+    return f"Provider({p.name!r}, {p.byte_class!r}, {p.device!r}, {p.forward!r}, {p.backward!r}, needs={p.needs!r}, defining=True)"
 
 
 def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:

@@ -46,10 +46,13 @@ class Engine:
     max_batch     requests that hold memory at once
     chunk_rows    prompt rows pushed per step, over all requests; sequences that decode push one row each besides
     prefix_cache  full pages stay readable for requests that begin with the same tokens under the same weights
+    snapshot_stride
+                  where sequences hold state beside their pages (recurrent layers), a prefix is reused up to a snapshot of it:
+                  one is taken every so many tokens and at the end of a prompt's last whole chunk; a push ends there
     graphs        decode by CUDA graph; by default on a GPU
     progress      `run` and `generate` show a bar
 
-    ValueError, naming the number, for a size below 1 or graphs without a GPU.
+    ValueError, naming the number, for a size below 1, a stride that isn't whole chunks or graphs without a GPU.
     """
 
     def __init__(
@@ -61,10 +64,12 @@ class Engine:
         max_batch: int = 64,
         chunk_rows: int = 2048,
         prefix_cache: bool = True,
+        snapshot_stride: int = 1024,
         graphs: bool | None = None,
         progress: bool = False,
     ) -> None:
-        for name, value in (("pages", pages), ("page_size", page_size), ("max_batch", max_batch), ("chunk_rows", chunk_rows)):
+        sizes = {"pages": pages, "page_size": page_size, "max_batch": max_batch, "chunk_rows": chunk_rows}
+        for name, value in {**sizes, "snapshot_stride": snapshot_stride}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.model, self.progress = model, progress
@@ -74,12 +79,14 @@ class Engine:
             raise ValueError(f"graphs=True needs a CUDA device, the model is on {self.device}")
         self.stats = Stats()
         self._pages, self._page_size = pages or self._fitting_pages(page_size, max_batch), page_size
-        memory = model.make_memory(self._pages, page_size)
+        memory = model.make_memory(self._pages, page_size, max_batch)
+        if snapshot_stride % memory.grain:
+            raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
         self._released = False
         self._parameters = list(model.parameters())
         self._take_version()
-        pool = PagePool(memory.pages, memory.slots, memory.page_size)
-        self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache)
+        pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
+        self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs)
         self._requests: dict[str, Request] = {}
         self._finished: dict[int, Completion] = {}
@@ -177,22 +184,23 @@ class Engine:
         return self.version
 
     def release_memory(self) -> None:
-        """Frees pages and graphs, for a trainer on the same GPU. Requests wait and lose no token."""
+        """Frees pages, slots, snapshots and graphs, for a trainer on the same GPU. Requests wait and lose no token."""
         for request in list(self.scheduler.running):
             self.scheduler.preempt(request)
         self._released = True
-        self._use_memory(2)
+        self._use_memory(2, 1)
 
     def resume_memory(self) -> None:
-        """Takes as many pages as before."""
+        """Takes as many pages and slots as before."""
         if self._released:
-            self._use_memory(self._pages)
+            self._use_memory(self._pages, self.scheduler.max_batch)
             self._released = False
 
-    def _use_memory(self, pages: int) -> None:
-        del self.runner, self.scheduler.memory  # before the next one is made: both may not fit
-        memory = self.model.make_memory(pages, self._page_size)
-        self.scheduler.memory, self.scheduler.pool = memory, PagePool(memory.pages, memory.slots, memory.page_size)
+    def _use_memory(self, pages: int, slots: int) -> None:
+        del self.runner, self.scheduler.memory, self.scheduler.pool  # before the next ones are made: both may not fit
+        memory = self.model.make_memory(pages, self._page_size, slots)
+        self.scheduler.memory = memory
+        self.scheduler.pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
         self.runner = Runner(self.model, memory, self.graphs)
 
     def fingerprint(self) -> Fingerprint:
@@ -330,9 +338,9 @@ class Engine:
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             room = int((torch.cuda.mem_get_info(self.device)[0] + cached) * GPU_SHARE)
-        probe = self.model.make_memory(2, page_size)
+        probe = self.model.make_memory(2, page_size, max_batch)
         useful = max_batch * probe.pages_for(self.model.config.positions) + 1
         two = probe.nbytes
         del probe
-        page = self.model.make_memory(3, page_size).nbytes - two
+        page = self.model.make_memory(3, page_size, max_batch).nbytes - two
         return max(2, min(useful, (room - (two - 2 * page)) // page))  # what two pages do not explain is slots

@@ -1,9 +1,9 @@
-"""Which page and slot belongs to whom: the pool, and the cache of full pages that requests with a common prefix share."""
+"""Which page and slot belongs to whom: the pool, and what requests with a common prefix share: full pages and snapshots."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ class Node:
 
     refs      running requests that hold the page; they hold all its ancestors too
     children  cached pages that continue it
-    snapshot  the slot's state after the page's last token, for a memory with slots
     """
 
     number: int
@@ -25,22 +24,25 @@ class Node:
     parent: Node | None
     refs: int = 0
     children: int = 0
-    snapshot: Any = None
 
 
 @dataclass
 class PagePool:
     """Pages 1 .. pages - 1 and slots 1 .. slots. A page is free, held by one request, or a node of the cache.
 
-    Nodes that nobody holds stay readable until their page is needed; the least recently released leaf goes first.
+    Nodes that nobody holds stay readable until their page is needed; the least recently released leaf goes first. Of at most
+    `room` snapshots the least recently used goes first. One is found by its prefix: the last full page, and the tokens after it.
+    It goes with that page, but needs no later one.
     """
 
     pages: int
     slots: int
     page_size: int
+    room: int = 0
     free: deque[int] = field(init=False)
     free_slots: deque[int] = field(init=False)
     nodes: dict[Key, Node] = field(default_factory=dict)
+    snapshots: dict[Key, Any] = field(default_factory=dict)  # the least recently used first
     idle: dict[Node, None] = field(default_factory=dict)  # unheld leaves, oldest first
     unheld: int = 0
     numbers: int = 0
@@ -110,14 +112,39 @@ class PagePool:
             parent.children += 1
         return node
 
-    def drop(self) -> None:
-        """Evicts every cached page that nobody holds."""
-        while self.idle:
-            self._evict(next(iter(self.idle)))
+    def after(self, version: str, nodes: Sequence[Node], tokens: Sequence[int], length: int) -> Key:
+        """The key of a snapshot after `length` of the tokens, whose first pages are `nodes`."""
+        full = length // self.page_size
+        return self.key(version, nodes[full - 1] if full else None, tokens[full * self.page_size : length])
+
+    def nearest(self, version: str, nodes: Sequence[Node], tokens: Sequence[int], grain: int) -> tuple[int, Key | None]:
+        """(length, key) of the snapshot that covers most of `tokens`, whose cached pages are `nodes`; (0, None) without one."""
+        longest = min(len(tokens), (len(nodes) + 1) * self.page_size - 1)
+        for length in range(longest // grain * grain, 0, -grain) if self.snapshots else ():
+            key = self.after(version, nodes, tokens, length)
+            if key in self.snapshots:
+                return length, key
+        return 0, None
+
+    def use(self, key: Key) -> Any:
+        """A snapshot, which is now the last to go."""
+        self.snapshots[key] = found = self.snapshots.pop(key)
+        return found
+
+    def keep(self, key: Key, make: Callable[[], Any]) -> None:
+        """Keeps what `make` returns, unless there is one already; the oldest goes before it is made, so there are never more."""
+        if key in self.snapshots:
+            self.use(key)
+        elif self.room:
+            while len(self.snapshots) >= self.room:
+                del self.snapshots[next(iter(self.snapshots))]
+            self.snapshots[key] = make()
 
     def _evict(self, node: Node) -> None:
         assert node.refs == 0 and node.children == 0
         del self.nodes[node.key], self.idle[node]
+        for key in [key for key in self.snapshots if key[0] == node.number]:
+            del self.snapshots[key]
         self.unheld -= 1
         self.free.append(node.page)
         if node.parent is not None:

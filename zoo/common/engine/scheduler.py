@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from functools import partial
 
 from zoo.common.engine.pages import Key, Node, PagePool
 from zoo.common.memory import ServingMemory
@@ -62,9 +63,25 @@ def _order(request: Request) -> int:
     return request.order
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a request begins: after `length` tokens, `nodes` their full pages, `key` the snapshot (in a memory with slots)."""
+
+    length: int
+    nodes: list[Node]
+    key: Key | None = None
+
+
 @dataclass
 class Scheduler:
-    """Running and waiting requests, each in order of arrival. The earliest always gets what it needs, so all end."""
+    """Running and waiting requests, each in order of arrival. The earliest always gets what it needs, so all end.
+
+    Prefixes in a memory with slots: a snapshot is taken at multiples of `snapshot_stride` and at a prompt's last full grain; a
+    push ends there. A request starts at the nearest one at or before what it has in common with the cache. It shares the full
+    pages before it, has the rows of the open page copied into a page of its own, and pushes everything after it again: the
+    recurrent layers need those rows, and their keys and values go to pages of its own. So nobody writes into a shared page.
+    A page that it fills and that the cache has already, with the same bytes, is given back for the cached one.
+    """
 
     memory: ServingMemory
     pool: PagePool
@@ -72,6 +89,7 @@ class Scheduler:
     max_batch: int
     chunk_rows: int
     prefix_cache: bool
+    snapshot_stride: int = 1024
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     reused_rows: int = 0
@@ -83,29 +101,24 @@ class Scheduler:
     def admit(self) -> None:
         """Starts waiting requests while there is room for all their tokens. It takes no page from a running one.
 
-        A request whose next page a running prompt is about to fill waits for it, so that samples of one prompt share its rows.
+        A request that a running prompt is about to push rows for waits for them, so that samples of one prompt share its rows.
         """
         reserved = sum(self._missing(r) for r in self.running)
-        filling = {key for r in self.running if r.pending > 1 and (key := self._next_key(r, r.nodes, len(r.tokens)))}
         for request in list(self.waiting):
             if len(self.running) == self.max_batch or (self.memory.slots and not self.pool.free_slots):
                 return
-            shares = self.prefix_cache and not request.scores_prompt
-            # the last row is pushed in any case: it draws
-            nodes = list(self.pool.walk(self.version, request.tokens[:-1])) if shares else []
-            if shares and self._next_key(request, nodes, len(request.tokens) - 1) in filling:
-                continue
-            while nodes and not self._may_start_after(nodes):
-                nodes.pop()
-            need = self._missing(request) - len(nodes)
-            room = self.pool.available - sum(node.refs == 0 for node in nodes) - reserved
+            start = Start(0, [])
+            if self.prefix_cache and not request.scores_prompt:
+                cached = list(self.pool.walk(self.version, request.tokens[:-1]))  # the last row is pushed in any case: it draws
+                start = self._nearest(request, cached)
+                if any(self._serves(other, request, start, cached) for other in self.running):
+                    continue
+            need = self._missing(request) - len(start.nodes)
+            room = self.pool.available - sum(node.refs == 0 for node in start.nodes) - reserved
             if self.running and room < need + len(self.running):  # a page to grow for each, or it would soon be preempted
                 return
-            self._start(request, nodes)
-            reserved += need
-            key = self._next_key(request, request.nodes, len(request.tokens))
-            if key is not None and request.pending > 1:
-                filling.add(key)
+            self._start(request, start)
+            reserved += self._missing(request)
 
     def schedule(self) -> list[tuple[Request, int]]:
         """(request, rows) of the next step, pages assigned and clean: one row where it decodes, prompt rows within the budget."""
@@ -122,8 +135,9 @@ class Scheduler:
         return work
 
     def advance(self, request: Request, count: int) -> None:
-        """After `count` rows were pushed: pages that they filled become shareable."""
+        """After `count` rows were pushed: pages that they filled become shareable, and a snapshot is taken where one is due."""
         request.mark(range(request.computed, request.computed + count), self.version)
+        due = self._next_snapshot(request)
         request.computed += count
         size = self.pool.page_size
         while self.prefix_cache and request.pure and (filled := len(request.nodes) + 1) * size <= request.computed:
@@ -132,9 +146,9 @@ class Scheduler:
             node = self.pool.insert(self.version, parent, tokens, request.pages[filled - 1])
             request.pages[filled - 1] = node.page
             request.nodes.append(node)
-            last = filled * size == request.computed == self.memory.reusable_length(request.computed)
-            if self.memory.slots and last and node.snapshot is None:
-                node.snapshot = self.memory.snapshot(request.slot, request.computed)
+        if request.computed == due:
+            key = self.pool.after(self.version, request.nodes, request.tokens, due)
+            self.pool.keep(key, partial(self.memory.snapshot, request.slot, due, request.pages))
 
     def preempt(self, request: Request) -> None:
         """Takes a running request's pages; it waits, keeps its tokens, and pushes their rows again later."""
@@ -154,19 +168,22 @@ class Scheduler:
             self.pool.free_slots.append(request.slot)
         request.computed, request.slot, request.pages, request.nodes, request.pure = 0, 0, [], [], True
 
-    def _start(self, request: Request, nodes: list[Node]) -> None:
+    def _start(self, request: Request, start: Start) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
-        self.pool.hold(nodes)
-        request.nodes, request.pages = nodes, [node.page for node in nodes]
-        request.computed = len(nodes) * self.pool.page_size
+        self.pool.hold(start.nodes)
+        request.nodes, request.pages = start.nodes, [node.page for node in start.nodes]
+        request.computed = start.length
         request.mark(range(request.computed), self.version)
         self.reused_rows += request.computed
         if self.memory.slots:
             request.slot = self.pool.free_slots.popleft()
             self.memory.clear([], [request.slot])
-            if nodes:
-                self.memory.restore(request.slot, nodes[-1].snapshot)
+            if start.key is not None:
+                snapshot = self.pool.use(start.key)
+                held = self._hold(request, start.length)
+                assert held, "a request was started without room for its open page"
+                self.memory.restore(request.slot, request.pages, snapshot)
 
     def _hold(self, request: Request, length: int) -> bool:
         """Pages for `length` tokens, taken from the latest requests if need be; False if the request itself was the latest."""
@@ -185,21 +202,35 @@ class Scheduler:
     def _missing(self, request: Request) -> int:
         return max(0, self.memory.pages_for(len(request.tokens)) - len(request.pages))
 
-    def _next_key(self, request: Request, nodes: list[Node], length: int) -> Key | None:
-        """The cache key of the page after `nodes`, None where `length` tokens do not fill it."""
+    def _nearest(self, request: Request, cached: list[Node]) -> Start:
+        """The longest start that the cache has: `cached` are the known pages of all tokens but the last."""
         size = self.pool.page_size
-        start = len(nodes) * size
-        if not self.prefix_cache or not request.pure or start + size > length:
-            return None
-        return self.pool.key(self.version, nodes[-1] if nodes else None, request.tokens[start : start + size])
+        if not self.memory.slots:
+            return Start(len(cached) * size, cached)
+        length, key = self.pool.nearest(self.version, cached, request.tokens[:-1], self.memory.grain)
+        return Start(length, cached[: length // size], key)
 
-    def _may_start_after(self, nodes: list[Node]) -> bool:
-        length = len(nodes) * self.pool.page_size
-        return self.memory.reusable_length(length) == length and (not self.memory.slots or nodes[-1].snapshot is not None)
+    def _next_snapshot(self, request: Request) -> int | None:
+        """The next length after which one is taken; None where nothing is shared by snapshots."""
+        if not self.prefix_cache or not request.pure or not self.pool.room:
+            return None
+        computed, grain, stride = request.computed, self.memory.grain, self.snapshot_stride
+        # the same prompt again may use all but its last row, a longer one all of it
+        ends = [n // grain * grain for n in (request.prompt_length - 1, request.prompt_length)]
+        return min(n for n in (*ends, (computed // stride + 1) * stride) if n > computed)
+
+    def _serves(self, other: Request, request: Request, start: Start, cached: list[Node]) -> bool:
+        """Whether the prompt rows that `other` pushes next will let `request` start later than at `start`."""
+        size, full = self.pool.page_size, len(other.nodes)
+        coming = self._next_snapshot(other) if self.memory.slots else (full + 1) * size
+        if other.pending == 1 or not other.pure or coming is None or coming > len(other.tokens):
+            return False
+        if not start.length < coming < len(request.tokens) or (full and cached[full - 1 : full] != other.nodes[-1:]):
+            return False
+        mine, theirs, after = request.tokens, other.tokens, full * size
+        return mine[coming - 1] == theirs[coming - 1] and mine[after:coming] == theirs[after:coming]
 
     def _cut(self, request: Request, count: int) -> int:
-        """A memory with slots stops at the last length that `count` rows would cross and that a snapshot may be taken at."""
-        if not self.memory.slots or not self.prefix_cache:
-            return count
-        boundary = self.memory.reusable_length(request.computed + count) // self.pool.page_size * self.pool.page_size
-        return boundary - request.computed if boundary > request.computed else count
+        """A push ends where a snapshot is due."""
+        due = self._next_snapshot(request)
+        return count if due is None else min(count, due - request.computed)

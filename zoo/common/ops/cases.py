@@ -17,7 +17,6 @@ from torch import Tensor
 from zoo.common.program import Program
 from zoo.testing import PLACES, Along, Args, assert_place_law, assert_repeat_law, assert_row_law, rows_at
 
-ODD_ROWS = (1, 2, 7, 17, 63, 64, 65)
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,7 @@ def trial(case: Case, program: Program, *, replace: Mapping[str, Callable[..., A
     return Trial(case, program, case.make(seed, program.device, program.torch_dtype), replace or {}, seed)
 
 
-def check(
-    case: Case, law: str, program: Program, *, replace: Mapping[str, Callable[..., Any]] | None = None, seed: int = 0
-) -> None:
+def check(case: Case, law: str, program: Program, *, replace: Mapping[str, Callable[..., Any]] | None = None, seed: int = 0) -> None:
     """Puts one law to one case. LawBroken if it fails, ValueError if the case does not know the law."""
     if law not in case.laws:
         raise ValueError(f"{case.op} case {case.name!r} knows the laws {', '.join(case.laws)}, not {law!r}")

@@ -29,7 +29,9 @@ CONTRACT = Contract(
     launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "
     "times a non-finite value is NaN, so on CUDA a packed neighbour's values and dead lanes of a page must be finite (pages are zeroed)",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True,
+        ),
         Provider(
             "fa4", "fa4", "cuda", f"{__name__}.kernels:attention_fa4", f"{__name__}.kernels:attention_backward",
             needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
@@ -69,6 +71,4 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
     provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
-    return _Attention.apply(
-        q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider
-    )
+    return _Attention.apply(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)

@@ -89,9 +89,7 @@ def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
     memory.clear([page for pages in owned for page in pages])
     width = max(needed) + place.columns
     # a column that a sequence does not use points at a dead page, or at the reserved one
-    table = torch.tensor(
-        [pages + [free[0] if place.columns and free else 0] * (width - len(pages)) for pages in owned], dtype=torch.int32
-    )
+    table = torch.tensor([pages + [free[0] if place.columns and free else 0] * (width - len(pages)) for pages in owned], dtype=torch.int32)
     out, pushed = torch.full_like(q, torch.nan), [0] * len(lengths)
     for step in plan:
         live = [n for n, count in enumerate(step) if count]
@@ -137,9 +135,7 @@ def _row(t: Trial) -> None:
     short = {**t.args, **{name: t.args[name].index_select(0, kept) for name in QKV}, "lengths": cut}
     assert_same_bytes(t.call(short), whole.index_select(0, kept), "row law: documents cut short")
     future = {name: torch.full_like(t.args[name], 1e30).index_copy_(0, kept, t.args[name].index_select(0, kept)) for name in QKV}
-    assert_same_bytes(
-        t.call({**t.args, **future}).index_select(0, kept), whole.index_select(0, kept), "row law: an extreme future"
-    )
+    assert_same_bytes(t.call({**t.args, **future}).index_select(0, kept), whole.index_select(0, kept), "row law: an extreme future")
 
 
 def _split(t: Trial) -> None:

@@ -34,7 +34,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     kind = (q.dtype, q.dim(), q.shape[-2:], k.shape[-3 if k.dim() == 4 else -2 :], given)
     if kind not in _generic:
         if q.shape[0] == 1:
-            _flash_attn_fwd(*_twice(q, k, v), num_splits=1, **{name: _doubled(name, value, q, k) for name, value in options.items()})
+            _flash_attn_fwd(*_twice(q, k, v), num_splits=1, **{name: _doubled(name, value, q) for name, value in options.items()})
         _generic.add(kind)
     return _flash_attn_fwd(q, k, v, num_splits=1, **options)[0]
 
@@ -45,7 +45,7 @@ def _twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat([q, q]), repeat(k), repeat(v)
 
 
-def _doubled(name: str, value: Any, q: Tensor, k: Tensor) -> Any:
+def _doubled(name: str, value: Any, q: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name.startswith("cu_seqlens"):  # one sequence of q's (and the keys') rows
@@ -60,7 +60,7 @@ def _doubled(name: str, value: Any, q: Tensor, k: Tensor) -> Any:
 def attention_fa4(
     q_RHE: Tensor, k: Tensor, v: Tensor, page_table_NB: Tensor | None, rows: Rows, scale: float, segment: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(out_RHE, log-sum-exp [H, R] FP32)."""
+    """(out_RHE, log-sum-exp [H, R] FP32; written for packed keys, whose backward reads it)."""
     if q_RHE.shape[0] == 0:
         return torch.empty_like(q_RHE), q_RHE.new_empty(q_RHE.shape[1], 0, dtype=torch.float32)
     if segment is None or rows.max_length <= segment:
@@ -201,8 +201,10 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     )  # fmt: skip
     out = torch.empty_like(q)
     lse = torch.empty(heads, batch, dtype=torch.float32, device=q.device)
-    none = rows.positions_R
-    _merge_kernel[(batch,)](parts, part_lse, rows.positions_R, none, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4)
+    unread = rows.positions_R  # the kernel wants a pointer
+    _merge_kernel[(batch,)](
+        parts, part_lse, rows.positions_R, none, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4
+    )
     return out, lse
 
 
@@ -230,9 +232,7 @@ def _whole_segments(page_table: Tensor, pages: int) -> Tensor:
     return table.contiguous()
 
 
-def _merge_by_distance(
-    q: Tensor, parts: Tensor, part_lse: Tensor, rows: Rows, firsts: list[int], size: int
-) -> tuple[Tensor, Tensor]:
+def _merge_by_distance(q: Tensor, parts: Tensor, part_lse: Tensor, rows: Rows, firsts: list[int], size: int) -> tuple[Tensor, Tensor]:
     total, heads, width = q.shape
     out = torch.empty_like(q)
     lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)

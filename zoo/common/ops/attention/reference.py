@@ -26,9 +26,7 @@ def attention(
             keys, values = k[mine], v[mine]
         else:
             keys, values = (t[page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[:length] for t in (k, v))
-        out[mine], lse[mine] = _sequence(
-            q_RHE[mine], keys, values, length - (starts[n + 1] - starts[n]), scale, segment, accumulate
-        )
+        out[mine], lse[mine] = _sequence(q_RHE[mine], keys, values, length - (starts[n + 1] - starts[n]), scale, segment, accumulate)
     return out, lse
 
 

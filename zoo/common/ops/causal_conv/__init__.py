@@ -22,8 +22,14 @@ CONTRACT = Contract(
     backward="closed form in FP32; the weight's gradient adds rows in FP32; documents don't mix",
     launch="training reads its packed rows; serving also reads and writes three carried rows a sequence",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:causal_conv", f"{__name__}.reference:causal_conv_backward", defining=True),
-        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:causal_conv", f"{__name__}.reference:causal_conv_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:causal_conv",
+            f"{__name__}.reference:causal_conv_backward", defining=True,
+        ),
+        Provider(
+            "triton", "single_round", "cuda", f"{__name__}.kernels:causal_conv",
+            f"{__name__}.reference:causal_conv_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 

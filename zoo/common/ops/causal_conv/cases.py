@@ -104,7 +104,10 @@ def _case(name: str, lengths: list[int], channels: int, *, device_sized: bool = 
 
     def place(t: Trial) -> None:
         plan, count = split_plans(lengths, seed=t.seed)["at random"], len(lengths)
-        places = {"in order": (list(range(1, count + 1)), 0.0), "scattered among NaN": ([3 * n + 2 for n in reversed(range(count))], torch.nan)}
+        places = {
+            "in order": (list(range(1, count + 1)), 0.0),
+            "scattered among NaN": ([3 * n + 2 for n in reversed(range(count))], torch.nan),
+        }
         assert_place_law(lambda p: _push(t, plan, *p), places)
 
     def shard(t: Trial) -> None:

@@ -36,9 +36,15 @@ def _causal_conv(
     local = row - tl.load(starts_ptr + sequence).to(tl.int64)
     slot = tl.load(slots_ptr + sequence).to(tl.int64) if SLOTS else sequence.to(tl.int64)
     weight = weight_ptr + column * 4
-    total = _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 3, CARRY) * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
-    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 2, CARRY) * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
-    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 1, CARRY) * tl.load(weight + 2, mask=mask, other=0.0).to(tl.float32)
+    total = _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 3, CARRY) * tl.load(weight, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 2, CARRY) * tl.load(
+        weight + 1, mask=mask, other=0.0
+    ).to(tl.float32)
+    total = total + _tap(x_ptr, carry_ptr, row, local, slot, x_stride, channels, column, mask, 1, CARRY) * tl.load(
+        weight + 2, mask=mask, other=0.0
+    ).to(tl.float32)
     own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     total = total + own * tl.load(weight + 3, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * channels + column, tl.div_rn(total, 1.0 + tl.exp(-total)).to(y_ptr.dtype.element_ty), mask=mask)
@@ -74,7 +80,8 @@ def causal_conv(x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, slots_N: 
         channels = x_RC.shape[1]
         _causal_conv[(x_RC.shape[0], triton.cdiv(channels, BLOCK))](
             x_RC, weight_C4, x_RC if carry is None else carry, rows.starts_N1 if slots_N is None else slots_N, rows.sequence_R,
-            rows.starts_N1, y, x_RC.stride(0), channels, CARRY=carry is not None, SLOTS=slots_N is not None, BLOCK=BLOCK, num_warps=4, **EXACT,
+            rows.starts_N1, y, x_RC.stride(0), channels, CARRY=carry is not None, SLOTS=slots_N is not None,
+            BLOCK=BLOCK, num_warps=4, **EXACT,
         )  # fmt: skip
     return y
 

@@ -22,7 +22,9 @@ CONTRACT = Contract(
     launch="on one GPU the leaves live in registers; under EP each contributor's owner sends its leaf",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:combine", f"{__name__}.reference:combine_backward", defining=True),
-        Provider("triton", "contributor_tree", "cuda", f"{__name__}.kernels:combine", f"{__name__}.kernels:combine_backward", defining=True),
+        Provider(
+            "triton", "contributor_tree", "cuda", f"{__name__}.kernels:combine", f"{__name__}.kernels:combine_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 

@@ -58,9 +58,7 @@ def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, 
     tl.store(y_ptr + row * width + column, round_double(total, y_ptr.dtype.element_ty), mask=mask)
 
 
-def combine(
-    slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None, block: int, contributors: int
-) -> Tensor:
+def combine(slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None, block: int, contributors: int) -> Tensor:
     """`block` experts belong to each contributor. Slot and shared rows may be strided."""
     rows, slots, width = slots_RKD.shape
     y = slots_RKD.new_empty(rows, width)

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def combine(
-    slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None, block: int, contributors: int
-) -> Tensor:
+def combine(slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None, block: int, contributors: int) -> Tensor:
     """`block` experts belong to each contributor."""
     accumulate = torch.promote_types(slots_RKD.dtype, torch.float32)
     owner_RK = experts_RK // block

@@ -20,8 +20,12 @@ CONTRACT = Contract(
     backward="closed form in FP32; the two vectors' gradients add rows in FP32",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True),
-        Provider("triton", "exact_fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True,
+        ),
+        Provider(
+            "triton", "exact_fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 

@@ -38,6 +38,17 @@ def delta_gate(a_RV: Tensor, b_RV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor) -
     decay, beta = (torch.empty(rows, heads, dtype=torch.float32, device=a_RV.device) for _ in range(2))
     if rows:
         _delta_gate[(rows,)](
-            a_RV, b_RV, a_log_V, dt_bias_V, decay, beta, a_RV.stride(0), b_RV.stride(0), HEADS=heads, BLOCK=padded_width(heads), num_warps=1, **EXACT
+            a_RV,
+            b_RV,
+            a_log_V,
+            dt_bias_V,
+            decay,
+            beta,
+            a_RV.stride(0),
+            b_RV.stride(0),
+            HEADS=heads,
+            BLOCK=padded_width(heads),
+            num_warps=1,
+            **EXACT,
         )
     return decay, beta

@@ -31,7 +31,10 @@ CONTRACT = Contract(
             needs=("deep_gemm",), serves=_deepgemm_serves,
         ),
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:experts_triton", f"{__name__}.kernels:experts_backward", defining=True),
-        Provider("grouped_mm", "grouped_mm", "cuda", f"{__name__}.kernels:experts_grouped_mm", f"{__name__}.kernels:experts_backward", defining=True),
+        Provider(
+            "grouped_mm", "grouped_mm", "cuda", f"{__name__}.kernels:experts_grouped_mm",
+            f"{__name__}.kernels:experts_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 
@@ -55,7 +58,9 @@ def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Te
     """slots_RKD[r, s] = down_e swiglu(gate_up_e x_r) with e = experts_RK[r, s]. ValueError if the weights' shapes disagree."""
     count, twice, hidden = gate_up_X2FD.shape
     if down_XDF.shape != (count, hidden, twice // 2):
-        raise ValueError(f"experts: gate_up {tuple(gate_up_X2FD.shape)} needs down {(count, hidden, twice // 2)}, got {tuple(down_XDF.shape)}")
+        raise ValueError(
+            f"experts: gate_up {tuple(gate_up_X2FD.shape)} needs down {(count, hidden, twice // 2)}, got {tuple(down_XDF.shape)}"
+        )
     if x_RD.shape[1] != hidden:
         raise ValueError(f"experts: rows of {x_RD.shape[1]} columns, experts of {hidden}")
     return _Experts.apply(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, (count, hidden, twice // 2)))

@@ -44,9 +44,7 @@ def _case(
             for e in chosen.unique().tolist():
                 row, slot = (chosen == e).nonzero(as_tuple=True)
                 gate_up = t.op("linear")(x[row], t.args["gate_up_X2FD"][e], program=t.program)
-                out[row, slot] = t.op("linear")(
-                    t.op("swiglu")(gate_up, program=t.program), t.args["down_XDF"][e], program=t.program
-                )
+                out[row, slot] = t.op("linear")(t.op("swiglu")(gate_up, program=t.program), t.args["down_XDF"][e], program=t.program)
             return out
 
         assert_fusion_law(t.call, composed)
@@ -55,9 +53,7 @@ def _case(
         def at_degree(degree: int) -> Any:
             x, chosen = t.args["x_RD"], t.args["experts_RK"]
             out = torch.empty(*chosen.shape, x.shape[1], dtype=x.dtype, device=x.device)
-            for begin, end in cut_points(
-                count, degree
-            ):  # a rank holds experts begin .. end and sees only the slots that chose them
+            for begin, end in cut_points(count, degree):  # a rank holds experts begin .. end and sees only the slots that chose them
                 row, slot = ((chosen >= begin) & (chosen < end)).nonzero(as_tuple=True)
                 if len(row):
                     local = {"x_RD": x[row], "experts_RK": chosen[row, slot][:, None] - begin}

@@ -280,9 +280,7 @@ def experts_backward(
     return grad_x_RD, grad_gate_up_X2FD, grad_down_XDF
 
 
-def _weight_grad(
-    left: Tensor, right: Tensor, out_XMN: Tensor, layout: Layout, left_by: tl.constexpr, right_by: tl.constexpr
-) -> Tensor:
+def _weight_grad(left: Tensor, right: Tensor, out_XMN: Tensor, layout: Layout, left_by: tl.constexpr, right_by: tl.constexpr) -> Tensor:
     """out[e] = sum over expert e's rows, ascending, of left_row^T right_row; zero for an expert without rows."""
     count, m, n = out_XMN.shape
     assert layout.tile % BLOCK_R == 0

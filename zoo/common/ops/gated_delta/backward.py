@@ -99,8 +99,7 @@ def gated_delta_backward(
     grid, repeat = ChunkGrid.of(rows), heads // key_heads
     states = (rows.starts_N1.shape[0] - 1, heads, key_dim, value_dim)
     initial, grad_final = (
-        torch.zeros(states, dtype=exact, device=q_RHK.device) if t is None else t.to(exact)
-        for t in (initial_NVKE, grad_final_NVKE)
+        torch.zeros(states, dtype=exact, device=q_RHK.device) if t is None else t.to(exact) for t in (initial_NVKE, grad_final_NVKE)
     )
     block = max(1, BUDGET // (grid.row_CJ.numel() * max(key_dim, value_dim) * repeat))
     parts = []

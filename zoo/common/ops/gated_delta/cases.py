@@ -68,9 +68,7 @@ def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
     slots = 1 + count + place.spare
     memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, v.device)
     free = list(range(1, slots))
-    owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[
-        :count
-    ]
+    owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[:count]
     for pool in memory.pools.values():
         pool.fill_(place.fill)
     memory.clear(owned)
@@ -142,9 +140,7 @@ def _split(t: Trial) -> None:
     for name in ("at random", "in pieces of 7", "in pieces of 65"):
         if name in plans:
             seen = push(t, t.args, plans[name], SlotPlace(), every_step=True)["seen"]
-            assert_same_bytes(
-                list(seen.values()), [stepped[at] for at in seen], f"split law: caches, {name} against a row at a time"
-            )
+            assert_same_bytes(list(seen.values()), [stepped[at] for at in seen], f"split law: caches, {name} against a row at a time")
 
 
 def _place(t: Trial) -> None:

@@ -59,9 +59,7 @@ def gated_delta(
     starts, out = rows.starts_N1.tolist(), v_RVE.new_empty(v_RVE.shape)
     exact = torch.promote_types(q_RHK.dtype, torch.float32)
     shape = (len(starts) - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    final = (
-        torch.zeros(shape, dtype=exact, device=q_RHK.device) if initial_NVKE is None else initial_NVKE.detach().to(exact).clone()
-    )
+    final = torch.zeros(shape, dtype=exact, device=q_RHK.device) if initial_NVKE is None else initial_NVKE.detach().to(exact).clone()
     for n, (begin, end) in enumerate(zip(starts, starts[1:])):
         mine = slice(begin, end)
         chunk = LiveChunk.fresh(k_RHK, v_RVE, final[n])
@@ -69,9 +67,7 @@ def gated_delta(
     return out, final
 
 
-def serve(
-    q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows
-) -> Tensor:
+def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     """o_RVE; the slots of `state` advance in place."""
     starts, lengths, slots = rows.starts_N1.tolist(), rows.lengths_N.tolist(), state.slot_N.tolist()
     out = v_RVE.new_empty(v_RVE.shape)
@@ -100,9 +96,7 @@ def product(left_VMX: Tensor, right_VXY: Tensor) -> Tensor:
     return pair_tree(left_VMX[:, :, None, :] * right_VXY.transpose(1, 2)[:, None, :, :])
 
 
-def advance(
-    chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: Tensor, log_decay_MV: Tensor, beta_MV: Tensor
-) -> Tensor:
+def advance(chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: Tensor, log_decay_MV: Tensor, beta_MV: Tensor) -> Tensor:
     """Outputs [M, V, E] of rows first .. first + M - 1 of the chunk; their k, v, u, beta, decay and inverse are cached."""
     end, dtype, exact = first + q_MHK.shape[0], q_MHK.dtype, chunk.start_VKE.dtype
     chunk.k_HJK[:, first:end], chunk.v_VJE[:, first:end] = k_MHK.transpose(0, 1), v_MVE.transpose(0, 1)

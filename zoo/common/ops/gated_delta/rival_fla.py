@@ -31,9 +31,7 @@ def gated_delta(
     return out[0], final
 
 
-def serve(
-    q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows
-) -> Tensor:
+def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     if rows.max_rows == 1:
         return rival_tokens.serve(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, state, rows)
     out, final = gated_delta(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, state.start_SVKE[state.slot_N], rows)

@@ -34,9 +34,7 @@ def _tokens(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, starts_ptr, slot_ptr, 
     tl.store(place, state)
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states_SVKE: Tensor, slot_N: Tensor, rows: Rows
-) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states_SVKE: Tensor, slot_N: Tensor, rows: Rows) -> Tensor:
     q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
     (key_heads, key_dim), (heads, value_dim), sequences = k.shape[1:], v.shape[1:], slot_N.shape[0]
     block, out = min(value_dim, 32), v.new_empty(v.shape)
@@ -58,7 +56,5 @@ def gated_delta(
     return _run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, final, slot_N, rows), final
 
 
-def serve(
-    q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows
-) -> Tensor:
+def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     return _run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, state.start_SVKE, state.slot_N, rows)

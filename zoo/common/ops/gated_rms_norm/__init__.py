@@ -20,8 +20,14 @@ CONTRACT = Contract(
     backward="closed form in FP32; the weight's gradient adds rows and heads in FP32",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:gated_rms_norm", f"{__name__}.reference:gated_rms_norm_backward", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:gated_rms_norm", f"{__name__}.reference:gated_rms_norm_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:gated_rms_norm",
+            f"{__name__}.reference:gated_rms_norm_backward", defining=True,
+        ),
+        Provider(
+            "triton", "pair_tree", "cuda", f"{__name__}.kernels:gated_rms_norm",
+            f"{__name__}.reference:gated_rms_norm_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 

@@ -15,9 +15,7 @@ def gated_rms_norm(x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float
     return (((value * scale) * weight_E.to(accumulate)) * (gate / (1 + torch.exp(-gate)))).to(x_RVE.dtype)
 
 
-def gated_rms_norm_backward(
-    grad: Tensor, x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def gated_rms_norm_backward(grad: Tensor, x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate and weight."""
     accumulate = torch.promote_types(x_RVE.dtype, torch.float32)
     value, gate, weight, upstream = (t.to(accumulate) for t in (x_RVE, gate_RVE, weight_E, grad))

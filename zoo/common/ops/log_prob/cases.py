@@ -36,9 +36,7 @@ def _case(
         )
 
     def logits(t: Trial, weight: Tensor) -> Tensor:
-        return t.op("logits")(
-            t.args["hidden_RD"], weight, program=t.program, inverse_temperature_R=t.args["inverse_temperature_R"]
-        )
+        return t.op("logits")(t.args["hidden_RD"], weight, program=t.program, inverse_temperature_R=t.args["inverse_temperature_R"])
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:

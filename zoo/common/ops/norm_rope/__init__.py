@@ -21,7 +21,9 @@ CONTRACT = Contract(
     backward="rope's, then rms_norm's, on each head",
     launch="one launch for all query and key heads of a row",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:norm_rope", f"{__name__}.reference:norm_rope_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:norm_rope", f"{__name__}.reference:norm_rope_backward", defining=True,
+        ),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:norm_rope", f"{__name__}.kernels:norm_rope_backward", defining=True),
     ),
 )  # fmt: skip

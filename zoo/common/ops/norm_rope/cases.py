@@ -14,7 +14,9 @@ from zoo.testing import Args, assert_fusion_law
 EPS = 1e-6
 
 
-def _case(name: str, rows: int, heads: int, kv_heads: int, width: int, rotated: int, *, gated: bool = False, device_sized: bool = False) -> Case:
+def _case(
+    name: str, rows: int, heads: int, kv_heads: int, width: int, rotated: int, *, gated: bool = False, device_sized: bool = False
+) -> Case:
     query_width = 2 * width if gated else width  # the zero-centred family keeps a gate beside each query
 
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:

@@ -20,8 +20,14 @@ CONTRACT = Contract(
     backward="closed form in FP32, one rounding; a row's one gate adds its columns in FP32",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:output_gate", f"{__name__}.reference:output_gate_backward", defining=True),
-        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:output_gate", f"{__name__}.reference:output_gate_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:output_gate",
+            f"{__name__}.reference:output_gate_backward", defining=True,
+        ),
+        Provider(
+            "triton", "single_round", "cuda", f"{__name__}.kernels:output_gate",
+            f"{__name__}.reference:output_gate_backward", defining=True,
+        ),
     ),
 )  # fmt: skip
 

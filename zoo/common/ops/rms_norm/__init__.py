@@ -21,7 +21,9 @@ CONTRACT = Contract(
     backward="closed form in FP32 from the rounded input; the weight's gradient adds rows in fixed blocks",
     launch="one program a row; a few very wide rows are split over several launches that build the same tree",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:rms_norm", f"{__name__}.reference:rms_norm_backward", defining=True),
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:rms_norm", f"{__name__}.reference:rms_norm_backward", defining=True,
+        ),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:rms_norm", f"{__name__}.kernels:rms_norm_backward", defining=True),
     ),
 )  # fmt: skip

@@ -13,9 +13,7 @@ from zoo.testing import Args, assert_fusion_law
 EPS = 1e-6
 
 
-def _case(
-    name: str, *shape: int, kind: str = "normal", add: bool = False, zero_centred: bool = False, device_sized: bool = False
-) -> Case:
+def _case(name: str, *shape: int, kind: str = "normal", add: bool = False, zero_centred: bool = False, device_sized: bool = False) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)
         return {
@@ -27,9 +25,7 @@ def _case(
     def call(t: Trial, args: Args) -> Any:
         if args["residual"] is None:
             return t.op("rms_norm")(args["x"], args["weight_D"], EPS, program=t.program, zero_centred=zero_centred)
-        return t.op("add_rms_norm")(
-            args["x"], args["residual"], args["weight_D"], EPS, program=t.program, zero_centred=zero_centred
-        )
+        return t.op("add_rms_norm")(args["x"], args["residual"], args["weight_D"], EPS, program=t.program, zero_centred=zero_centred)
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:

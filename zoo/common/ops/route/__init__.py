@@ -15,7 +15,8 @@ CONTRACT = Contract(
     version=1,
     shapes="logits_RX in FP32 -> weights_RK in FP32 and experts_RK (int64), by descending logit, the lower id first among equals",
     rounds="never: all FP32",
-    adds="exp(logit - max) over all experts by the adjacent-pair tree; the chosen probabilities left to right in slot order, then one division",
+    adds="exp(logit - max) over all experts by the adjacent-pair tree; the chosen probabilities left to right in slot order, then "
+    "one division",
     laws=("row", "place", "repeat"),
     backward="closed form in FP32; the choice itself has no gradient",
     launch="the same everywhere",

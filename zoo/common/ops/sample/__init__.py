@@ -82,9 +82,7 @@ def score_filtered(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, rows
     ValueError if the counts of rows differ.
     """
     if not hidden_RD.shape[0] == targets_R.shape[0] == rows.count:
-        raise ValueError(
-            f"score_filtered: {hidden_RD.shape[0]} hidden rows, {targets_R.shape[0]} targets, {rows.count} parameters"
-        )
+        raise ValueError(f"score_filtered: {hidden_RD.shape[0]} hidden rows, {targets_R.shape[0]} targets, {rows.count} parameters")
     if not rows.filters or rows.count == 0:
         scale = rows.inverse_temperature_or_none()
         return log_prob(hidden_RD, weight_VD, targets_R, program=program, inverse_temperature_R=scale).log_prob_R

@@ -55,9 +55,7 @@ def gumbel(seed_R: Tensor, position_R: Tensor, width: int) -> Tensor:
     block = torch.arange(-(-width // (LANES * WORDS))) * LANES
     counter = (block[:, None] + lanes).expand(seed_R.shape[0], -1, -1)
     key, position = seed_R[:, None, None], position_R[:, None, None]
-    words = philox(
-        (counter, position & _LOW, (position >> 32) & _LOW, torch.zeros_like(position)), (key & _LOW, (key >> 32) & _LOW)
-    )
+    words = philox((counter, position & _LOW, (position >> 32) & _LOW, torch.zeros_like(position)), (key & _LOW, (key >> 32) & _LOW))
     bits = torch.stack(words, 2).flatten(1)[:, :width]
     u = ((bits >> 8) | 1).to(torch.float32) * 2.0**-24
     return -torch.log(-torch.log(u))

@@ -29,9 +29,7 @@ def find_cut(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Progr
     return CONTRACTS["sample"].provider(program).function("cut")(scaled_RV, lse_R, rows.top_k_R, rows.mass_limit_R, rows.min_p_R)
 
 
-def restrict(
-    scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, first: int = 0, fill: float = -torch.inf
-) -> Tensor:
+def restrict(scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, first: int = 0, fill: float = -torch.inf) -> Tensor:
     return CONTRACTS["sample"].provider(program).function("restrict")(scaled_RC, *cut, first, fill)
 
 
