@@ -1,11 +1,11 @@
-"""`python -m benchmarks ops|models|sglang ...`: the same as `python -m benchmarks.<name>`."""
+"""`python -m benchmarks ops|models|sglang|sglang_proof ...`: the same as `python -m benchmarks.<name>`."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-NAMES = ("ops", "models", "sglang", "admit")
+NAMES = ("ops", "models", "sglang", "sglang_proof")
 
 
 def main() -> int:

@@ -5,7 +5,13 @@
 Environment: NOWARM=1 skips the compile pass, BUDGET seconds in all (230), OUT folder of decisions.jsonl.
 Times named `graph` are of CUDA-graph replays (several calls in one graph, L2 warm); `bench` are triton do_bench medians.
 """
-import json, os, subprocess, sys, tempfile, time, traceback
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
 
 T0 = time.time()
 ALL = ["A1", "A2", "A3", "A4", "B", "D", "C", "E", "F"]
@@ -932,7 +938,7 @@ def E():
 
 def F():
     import deep_gemm as dg
-    from deep_gemm.utils.math import per_token_cast_to_fp8, per_block_cast_to_fp8
+    from deep_gemm.utils.math import per_block_cast_to_fp8, per_token_cast_to_fp8
     N = K = 4096
     w = rnd(N, K, seed=1, scale=K ** -0.5)
     w8 = per_block_cast_to_fp8(w, use_ue8m0=False)

@@ -6,6 +6,7 @@ else that it and its children print goes to its log; the log's tail is printed i
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -83,7 +84,8 @@ class Contender:
         try:
             answer = self.answers.get(timeout=max(seconds, 0.1))
         except queue.Empty:
-            answer = self._failed(f"no answer to {measure.label} in {seconds:.0f} s")
+            self._failed(f"no answer to {measure.label} in {seconds:.0f} s")
+            answer = None
         if answer is None:
             raise ValueError(self.why)
         if "error" in answer:
@@ -97,15 +99,13 @@ class Contender:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def close(self, seconds: float = 20) -> None:
+    def close(self, seconds: float = 8) -> None:
         """Ends the process and its children."""
-        self.resume()
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self.process.stdin.close()
-            self.process.wait(seconds)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
+            if self.state == "ready":  # one that still starts does not listen
+                self.process.wait(seconds)
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -122,10 +122,8 @@ class Contender:
             self._failed("it ended")
 
     def _signal(self, number: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
     def _failed(self, why: str) -> None:
         lines = [line for line in self.tail().splitlines() if line.strip()]
@@ -156,15 +154,21 @@ def tell(message: dict[str, Any]) -> None:
     print("\n" + MARK + json.dumps(message), flush=True)
 
 
-def serve(make: Callable[[], Any], vocabulary: int, lines: Iterable[str]) -> None:
-    """A contender's side: `make` builds the engine at the line `start`; every further line is a measurement."""
+def serve(make: Callable[[], Any], vocabulary: int, lines: Iterable[str], batches: Sequence[int] = ()) -> None:
+    """A contender's side: `make` builds the engine at the line `start`; every further line is a measurement.
+
+    It is ready when it has run each of `batches` once, so that contenders compile side by side.
+    """
     asked = iter(lines)
     if next(asked, "").strip() != "start":
         return
     begin = time.perf_counter()
     engine = make()
-    tell({"ready": True, "start_s": time.perf_counter() - begin, **served_by(engine)})
+    tell({"progress": f"engine built in {time.perf_counter() - begin:.0f} s"})
     bench = Bench(engine, vocabulary)
+    for batch in batches:
+        tell({"progress": f"batch {batch} warm in {bench.heat(batch):.0f} s"})
+    tell({"ready": True, "start_s": time.perf_counter() - begin, **served_by(engine)})
     for line in asked:
         try:
             tell(bench.measure(Measure(**json.loads(line))))
@@ -196,11 +200,8 @@ class Bench:
 
     def measure(self, measure: Measure) -> dict[str, Any]:
         batch, new = measure.batch, measure.new
+        warm = self.heat(batch)
         begin = time.perf_counter()
-        if batch not in self.warm:
-            self.call(batch, 8)
-            self.warm.add(batch)
-        warm = time.perf_counter() - begin
         found: dict[str, Any]
         if measure.kind == "load":
             found = {"tokens_per_s": batch * new / self.call(batch, new)}
@@ -210,7 +211,14 @@ class Bench:
             found = {"ms": 1e3 * min(self.call(batch, 1) for _ in range(3))}
         else:
             found = self.profile(batch)
-        return {**found, "warm_s": warm, "took_s": time.perf_counter() - begin - warm}
+        return {**found, "warm_s": warm, "took_s": time.perf_counter() - begin}
+
+    def heat(self, batch: int) -> float:
+        """Seconds of the first call at a batch size, compilation included; 0 if it has been."""
+        if batch in self.warm:
+            return 0.0
+        self.warm.add(batch)
+        return self.call(batch, 8)
 
     def call(self, batch: int, new: int) -> float:
         """Seconds of one call."""
@@ -270,12 +278,12 @@ def kernels_of(events: Iterable[dict[str, Any]], steps: int, most: int = 16) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m benchmarks.engines ARGUMENTS VOCABULARY`: a contender's process; ARGUMENTS are the engine's, as JSON."""
-    arguments, vocabulary = json.loads(argv[0]), int(argv[1])
+    """`python -m benchmarks.engines ARGUMENTS VOCABULARY BATCHES`: a contender's process; ARGUMENTS and BATCHES are JSON."""
+    arguments, vocabulary, batches = json.loads(argv[0]), int(argv[1]), json.loads(argv[2])
     import sglang
 
     tell({"progress": "imported SGLang"})
-    serve(lambda: sglang.Engine(**arguments), vocabulary, sys.stdin)
+    serve(lambda: sglang.Engine(**arguments), vocabulary, sys.stdin, batches)
     return 0
 
 

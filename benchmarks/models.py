@@ -483,8 +483,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     if given.engine == "sglang":  # a server of its own: its own program
         layers = [] if given.layers is None else ["--layers", str(given.layers)]
-        out = [] if given.out is None else ["--json", str(given.out)]
-        passed = [given.arch, "--size", given.size, *layers, *out]
+        out = [] if given.out is None else ["--out", str(given.out)]
+        profile = ["--profile"] if given.profile else []
+        passed = [given.arch, "--size", given.size, "--budget", str(given.budget), *layers, *profile, *out]
         return int(importlib.import_module("benchmarks.sglang").main(passed) or 0)
     parts = given.what.split(",")
     try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.common import FAMILIES, Budget, Recorder, about, geometry, table
+from benchmarks.admit import admit
+from benchmarks.common import Budget, Recorder, about, geometry, table
 from benchmarks.engines import PROMPT, Contender, Measure
+from zoo.verify.subject import SIZES
 
 LOADS = "64x128,1x128,64x1024,32x128"  # in the order measured: the first rows come early
-CONTEXT = 2048  # one captured length at most model's heads
+CONTEXT = 2048  # one key segment of heads of 128: the plugin captures one bound
 MARGIN = 4096  # slots beyond what the largest load holds
 SLOTS = 640  # whole pages of 80 and of 128 tokens
 AIM = 0.97
@@ -129,14 +132,14 @@ class Race:
         for entrant in self._those(entrants, "failed") + self._those(late, "starting"):
             self.give_up(entrant, entrant.why or "it was not ready when the budget was spent")
 
-    def one_by_one(self, entrants: Iterable[Entrant], measures: Sequence[Measure], profile: float | None) -> None:
-        """Each starts when the one before has ended. profile: the aim below which the zoo's decode step is profiled at once."""
+    def one_by_one(self, entrants: Iterable[Entrant], measures: Sequence[Measure], profile: bool = False) -> None:
+        """Each starts when the one before has ended, so its decode step is profiled whether the aim is missed or not."""
         for entrant in entrants:
             entrant.start()
             self.settle([entrant], self.budget.left)
             if entrant.state == "ready":
                 self.turn([entrant], measures)
-                if profile is not None:
+                if profile:
                     self.profile([entrant], measures)
             else:
                 self.give_up(entrant, entrant.why or "it was not ready when the budget was spent")
@@ -227,6 +230,12 @@ class Race:
     def _those(entrants: Sequence[Entrant], state: str) -> list[Entrant]:
         return [e for e in entrants if e.state == state]
 
+    def ratios(self, measures: Sequence[Measure]) -> None:
+        """A last row per rival: the zoo's best over its best."""
+        for rival in (name for name in self.best if name != ZOO):
+            found = {m.label: self.zoo_over(rival, m) for m in measures}
+            self.record.add({"kind": "sglang ratio", **self.shared, "rival": rival, "zoo_over_it": found})
+
     def summary(self, measures: Sequence[Measure]) -> str:
         names = list(dict.fromkeys(m.label for m in measures))
         body = [[name, *(found.get(label) for label in names)] for name, found in self.best.items()]
@@ -246,7 +255,6 @@ def qualify(arch: str, size: str, layers: int | None, seconds: float) -> list[st
     """Verdicts for every shape of the model; one line per shape with the provider that runs it."""
     import torch
 
-    from benchmarks.admit import admit
     from zoo.common.program import resolve
     from zoo.verify.qualify import targets_of
 
@@ -289,7 +297,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.sglang", description=__doc__)
-    made.add_argument("arch", choices=tuple(FAMILIES))
+    made.add_argument("arch", choices=tuple(SIZES))
     made.add_argument("--size", default="8b")
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
@@ -319,7 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     def say(text: str) -> None:
-        print(f"[{time.monotonic() - begin:4.0f} s] {text}", flush=True)
+        sys.stdout.write(f"[{time.monotonic() - begin:4.0f} s] {text}\n")  # one piece: readers of several engines write too
+        sys.stdout.flush()
 
     try:
         config, _, _ = geometry(given.arch, given.size, given.layers)
@@ -334,8 +343,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: Path, say: Callable[[str], None]) -> int:
     import torch
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with this process
     budget, measures = Budget(given.budget), plan(loads)
-    record = Recorder(given.out, about(torch.device("cuda"), smoke=False))
+    record = Recorder(given.out, about(torch.device("cuda" if torch.cuda.is_available() else "cpu"), smoke=False))
     logs, checkpoint = given.logs or folder / "logs", given.checkpoint or folder / "weights"
     logs.mkdir(parents=True, exist_ok=True)
     env = environment(Path.home() / ".cache" / "deep_gemm")
@@ -346,7 +356,9 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
 
     def made(name: str, mine: dict[str, Any]) -> Contender:
         extra = engine_arguments(str(checkpoint), loads, given.context, hybrid and name != ZOO)
-        command = [sys.executable, "-m", "benchmarks.engines", json.dumps({**extra, **mine}), str(config.vocabulary)]
+        order = list(dict.fromkeys(measure.batch for measure in measures))
+        arguments = [json.dumps({**extra, **mine}), str(config.vocabulary), json.dumps(order)]
+        command = [sys.executable, "-m", "benchmarks.engines", *arguments]
         return Contender(name, command, logs / f"{name.replace(' ', '_')}.log", say, env)
 
     chosen = {n: a for n, a in contenders(given.backends.split(",")).items() if n.split()[0] in wanted}
@@ -363,7 +375,7 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
         entrants = enter() if given.sequential else list(enter())  # imports run beside the preparation
         prepare(given, checkpoint, env, budget, say)
         if given.sequential:
-            race.one_by_one(entrants, measures, given.aim if given.profile else None)
+            race.one_by_one(entrants, measures, given.profile)
         else:
             assert isinstance(entrants, list)
             race.together(entrants, measures)
@@ -374,6 +386,7 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
         say(str(error))
         return 1
     finally:
+        race.ratios(measures)
         print(race.summary(measures) if race.best else "nothing was measured", flush=True)
         for contender in started:
             contender.close()

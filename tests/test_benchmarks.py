@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import admit, common, models, ops, rivals
+from benchmarks import common, engines, models, ops, rivals, sglang
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, UNALIGNED_CUDA, resolve
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
-from zoo.verify.qualify import Target
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 
@@ -231,13 +232,6 @@ def test_shares_add_up() -> None:
     assert all(f["share"] is None for f in models.shares(100.0, {"linear": 103.0}, 100.0))
 
 
-def test_targets_are_spelled_and_read_back() -> None:
-    target = Target("linear", (6144, 4096, 1))
-    assert admit.parsed(admit.spelled(target)) == target
-    with pytest.raises(ValueError, match="is not op:NxK"):
-        admit.parsed("linear")
-
-
 def test_rivals_compute_what_our_ops_do() -> None:
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape).bfloat16() for shape in ((5, 48), (5, 48), (48,)))
@@ -254,3 +248,275 @@ def test_rivals_compute_what_our_ops_do() -> None:
     hidden, head, targets = torch.randn(5, 16), torch.randn(300, 16), torch.randint(300, (5,))
     scored = ours.log_prob(hidden.bfloat16(), head.bfloat16(), targets, program=ALIGNED).log_prob_R
     torch.testing.assert_close(rivals.log_prob(hidden.bfloat16(), head.bfloat16(), targets), scored, rtol=0.02, atol=0.05)
+
+
+class FakeEngine:
+    """Draws what it is asked for, at once; the profiler leaves the trace of two kernels."""
+
+    def __init__(self, short: int = 0, backend: str = "fa3") -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.short, self.backend, self.folder, self.ended = short, backend, Path(), False
+
+    def generate(self, input_ids: list[list[int]], sampling_params: dict[str, Any], return_logprob: bool) -> list[dict[str, Any]]:
+        new = sampling_params["max_new_tokens"]
+        self.calls.append((len(input_ids), new))
+        if self.folder != Path():
+            events = [
+                {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": 40.0}
+                for name, ts in (("product", 0.0), ("attention", 20.0), ("product", 120.0))
+            ]
+            with gzip.open(self.folder / "decode-TP-0-DECODE.trace.json.gz", "wt") as file:
+                json.dump({"traceEvents": [*events, {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0.0, "dur": 900.0}]}, file)
+        return [{"meta_info": {"completion_tokens": new - self.short}} for _ in input_ids]
+
+    def flush_cache(self) -> None:
+        pass
+
+    def start_profile(self, output_dir: str, **options: Any) -> None:
+        self.folder = Path(output_dir)
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"attention_backend": self.backend}
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class FakeEntrant:
+    """Ready once `settle` has looked `late` times; `speeds` are tokens/s, or ms, by label; a str fails."""
+
+    def __init__(self, name: str, speeds: dict[str, float | str], late: int = 0, why: str = "", took: float = 10.0) -> None:
+        self.name, self.speeds, self.late, self.why, self.took = name, speeds, late, why, took
+        self.ready: dict[str, Any] | None = {"ready": True, "start_s": 1.0}
+        self.log: list[str] = []
+        if name == sglang.ZOO:
+            self.ready |= {"qualification": "qualified"}
+
+    @property
+    def state(self) -> str:
+        if self.why:
+            return "failed"
+        if self.log and self.log[-1] == "pause":
+            return "starting"
+        self.late -= 1
+        return "ready" if self.late < 0 else "starting"
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+        self.log.append(measure.label)
+        if measure.kind == "profile":
+            return {"step_us": 9.0, "busy": 0.5, "launches": 2.0, "kernels": []}
+        value = self.speeds[measure.label]
+        if isinstance(value, str):
+            raise ValueError(value)
+        return {measure.unit: value, "took_s": self.took, "warm_s": 1.0}
+
+    def pause(self) -> None:
+        self.log.append("pause")
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def tail(self) -> str:
+        return "its last words"
+
+
+def a_race(tmp_path: Path, seconds: float = 1e6, turns: int = 1) -> tuple[sglang.Race, Path, list[float]]:
+    """A race on a clock that moves by what its sleeps take."""
+    now = [0.0]
+    record = common.Recorder(tmp_path / "rows.jsonl", {"device": "fake"})
+
+    def sleep(duration: float) -> None:
+        now[0] += duration
+
+    budget = common.Budget(seconds, lambda: now[0])
+    return sglang.Race(record, budget, {"arch": "qwen3"}, lambda text: None, turns, sleep), tmp_path / "rows.jsonl", now
+
+
+MEASURES = sglang.plan(sglang.parse_loads("64x128,1x128"))
+SPEEDS: dict[str, float | str] = {"64x128": 4000.0, "prefill": 5e4, "first token": 20.0, "1x128": 180.0}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_first_load_is_measured_first() -> None:
+    assert [m.label for m in sglang.plan(sglang.parse_loads(sglang.LOADS))][:3] == ["64x128", "prefill", "first token"]
+    assert list(sglang.contenders(["fa3", "triton"])) == [
+        "zoo", "stock fa3", "stock triton", "deterministic fa3", "deterministic triton",
+    ]  # fmt: skip
+    for text in ("64", "64x", "x128", "0x128", "64x128,"):
+        with pytest.raises(ValueError, match="is not batch x new"):
+            sglang.parse_loads(text)
+
+
+def test_engines_share_context_graphs_and_slots() -> None:
+    loads = sglang.parse_loads("64x128,1x128,64x1024,32x128")
+    found = sglang.engine_arguments("w", loads, None, hybrid=False)
+    assert found["context_length"] == 2048 and found["cuda_graph_bs_decode"] == [1, 32, 64] and found["max_running_requests"] == 64
+    assert found["max_total_tokens"] >= 64 * 1536 and found["max_total_tokens"] % 80 == found["max_total_tokens"] % 128 == 0
+    assert "load_format" not in found and "max_mamba_cache_size" not in found
+    assert sglang.engine_arguments("w", sglang.parse_loads("2x4096"), None, hybrid=True)["context_length"] == 6144
+    assert sglang.engine_arguments("w", loads, 4096, hybrid=True)["max_mamba_cache_size"] == 192
+
+
+def test_rows_come_as_they_are_measured_with_the_zoo_s_speed_over_each(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path)
+    seen: list[int] = []
+
+    class Watching(FakeEntrant):
+        def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+            seen.append(len(rows_of(path)) if path.exists() else 0)
+            return super().ask(measure, seconds)
+
+    slower: dict[str, float | str] = {"64x128": 3200.0, "prefill": 4e4, "first token": 25.0, "1x128": 200.0}
+    race.together([Watching("zoo", SPEEDS), Watching("stock fa3", slower), Watching("deterministic fa3", slower)], MEASURES)
+    assert seen == list(range(12)), "each measurement is written before the next one begins"
+    rows = rows_of(path)
+    assert [(row["contender"], row["what"]) for row in rows[:4]] == [
+        ("zoo", "64x128"), ("stock fa3", "64x128"), ("deterministic fa3", "64x128"), ("zoo", "prefill"),
+    ]  # fmt: skip
+    assert rows[0]["zoo_over_it"] is None and all(row["qualification"] == "qualified" for row in rows)
+    over = {row["what"]: row["zoo_over_it"] for row in rows if row["contender"] == "stock fa3"}
+    assert over == {"64x128": 1.25, "prefill": 1.25, "first token": 1.25, "1x128": 0.9}
+    assert [m.label for m in race.missed(MEASURES, 0.97)] == ["1x128"] and not race.missed(MEASURES, 0.9)
+    race.ratios(MEASURES)
+    assert [row["rival"] for row in rows_of(path)[12:]] == ["stock fa3", "deterministic fa3"]
+    assert "zoo over stock fa3" in race.summary(MEASURES)
+
+
+def test_a_contender_that_is_late_stands_still_and_is_measured_last(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path)
+    late = FakeEntrant("deterministic fa3", SPEEDS, late=40)
+    race.together([FakeEntrant("zoo", SPEEDS, late=3), FakeEntrant("stock fa3", SPEEDS), late], MEASURES)
+    assert late.log[:3] == ["start", "pause", "resume"] and len(late.log) == 3 + len(MEASURES)
+    assert [row["contender"] for row in rows_of(path)[-len(MEASURES) :]] == ["deterministic fa3"] * len(MEASURES)
+
+
+def test_a_contender_that_never_comes_leaves_the_others_their_rows(tmp_path: Path) -> None:
+    race, path, now = a_race(tmp_path, seconds=300)
+    race.together([FakeEntrant("zoo", SPEEDS, late=1 << 30), FakeEntrant("stock fa3", SPEEDS, took=2.0)], MEASURES)
+    rows = rows_of(path)
+    assert [row["contender"] for row in rows] == ["stock fa3"] * 4 + ["zoo"] and "budget" in rows[-1]["failed"]
+    assert 290 < now[0] < 310
+
+
+def test_failures_are_rows_and_stop_nobody_else(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path)
+    one = {**SPEEDS, "prefill": "out of memory"}
+    race.together([FakeEntrant("zoo", SPEEDS), FakeEntrant("stock fa3", one), FakeEntrant("stock triton", {}, why="no nvcc")], MEASURES)
+    failed = [(row["contender"], row.get("what"), row["failed"]) for row in rows_of(path) if "failed" in row]
+    assert failed == [("stock fa3", "prefill", "out of memory"), ("stock triton", None, "no nvcc")]
+    assert len(rows_of(path)) == 9
+
+
+def test_what_does_not_fit_the_budget_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    race, path, _ = a_race(tmp_path, seconds=20)
+    race.together([FakeEntrant("zoo", SPEEDS, took=30.0), FakeEntrant("stock fa3", SPEEDS)], MEASURES[:1])
+    assert [row["contender"] for row in rows_of(path)] == ["zoo"], "the second has no time for what took the first 31 seconds"
+    assert "stock fa3 64x128: skipped: budget" in capsys.readouterr().out
+
+
+def test_the_best_turn_counts(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path, turns=2)
+    entrant = FakeEntrant("zoo", dict(SPEEDS))
+    race.turn([entrant], MEASURES[:1])
+    entrant.speeds["64x128"] = 3000.0
+    race.turn([entrant], MEASURES[:1])
+    assert race.best["zoo"]["64x128"] == 4000.0 and [row["turn"] for row in rows_of(path)] == [0, 1, 0, 1]
+
+
+def test_one_by_one_ends_each_before_the_next(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path)
+    order: list[FakeEntrant] = []
+
+    def enter() -> Any:
+        for name in ("zoo", "stock fa3"):
+            assert all(e.log[-1] == "close" for e in order)
+            order.append(FakeEntrant(name, SPEEDS))
+            yield order[-1]
+
+    race.one_by_one(enter(), MEASURES, profile=True)
+    assert order[0].log == ["start", *SPEEDS, "profile", "profile", "close"]
+    assert [row["batch"] for row in rows_of(path) if row["what"] == "decode profile"] == [1, 64, 1, 64]
+
+
+def test_a_bench_warms_each_batch_once_and_checks_the_count() -> None:
+    engine = FakeEngine()
+    bench = engines.Bench(engine, 100)
+    for measure in MEASURES:
+        found = bench.measure(measure)
+        assert found[measure.unit] > 0
+    assert engine.calls == [(64, 8), (64, 128), (64, 1), (64, 1), (1, 8), (1, 1), (1, 1), (1, 1), (1, 128)]
+    with pytest.raises(ValueError, match="7 tokens came back, 8 were asked for"):
+        engines.Bench(FakeEngine(short=1), 100).measure(MEASURES[0])
+
+
+def test_a_profile_sums_kernels_and_gaps() -> None:
+    found = engines.Bench(FakeEngine(), 100).measure(engines.Measure("profile", 2))
+    steps = engines.PROFILED_STEPS
+    assert found["step_us"] == 160 / steps and found["busy"] == pytest.approx(100 / 160) and found["launches"] == 3 / steps
+    assert [(k["kernel"], k["us"]) for k in found["kernels"]] == [("product", 80 / steps), ("attention", 40 / steps)]
+    with pytest.raises(ValueError, match="no kernels"):
+        engines.kernels_of([], 1)
+
+
+def test_a_contender_s_side_answers_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine()
+    lines = ["start\n", json.dumps({"kind": "first", "batch": 1}), json.dumps({"kind": "load", "batch": 2, "new": 4})]
+    engines.serve(lambda: engine, 100, lines, [2])
+    told = [json.loads(line[3:]) for line in capsys.readouterr().out.splitlines() if line.startswith(engines.MARK)]
+    assert ["progress" in message for message in told] == [True, True, False, False, False]
+    assert told[2]["backend"] == "fa3" and "ms" in told[3] and told[4]["warm_s"] == 0.0 and engine.ended
+    engines.serve(lambda: pytest.fail("nobody asked for an engine"), 100, [])
+
+
+CHILD = """
+import json, sys
+print("noise before", flush=True)
+for line in sys.stdin:
+    if line.strip() == "start":
+        print('@@ {"progress": "half way"}', flush=True)
+        print('@@ {"ready": true, "start_s": 1.0}', flush=True)
+    elif json.loads(line)["batch"] == 3:
+        sys.exit("out of memory: tried everything")
+    else:
+        print('@@ {"tokens_per_s": 5.0, "took_s": 1.0, "warm_s": 0.0}', flush=True)
+"""
+
+
+def test_a_process_answers_and_its_end_is_explained(tmp_path: Path) -> None:
+    said: list[str] = []
+    contender = engines.Contender("child", [sys.executable, "-c", CHILD], tmp_path / "child.log", said.append)
+    try:
+        contender.pause()
+        contender.start()
+        contender.resume()
+        assert contender.ask(engines.Measure("load", 2, 4), 60)["tokens_per_s"] == 5.0
+        assert contender.state == "ready" and "child: half way" in said
+        with pytest.raises(ValueError, match="out of memory: tried everything"):
+            contender.ask(engines.Measure("load", 3, 4), 60)
+        assert contender.state == "failed" and "noise before" in contender.tail()
+    finally:
+        contender.close()
+    assert contender.process.returncode is not None
+
+
+def test_models_hands_a_server_s_benchmark_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[list[str]] = []
+    monkeypatch.setattr(sglang, "main", lambda argv: passed.append(argv) or 0)
+    assert models.main(["qwen3_5", "--size", "4b", "--layers", "8", "--engine", "sglang", "--budget", "300", "--profile"]) == 0
+    given = sglang.parser().parse_args(passed[0])
+    assert (given.arch, given.size, given.layers, given.budget, given.profile) == ("qwen3_5", "4b", 8, 300.0, True)
+
+
+def test_a_server_s_benchmark_refuses_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sglang.main(["qwen3", "--size", "9b"]) == 2 and sglang.main(["qwen3", "--loads", "64"]) == 2
+    assert sglang.main(["qwen3_5", "--size", "4b", "--layers", "2"]) == 2
+    assert "full attention" in capsys.readouterr().err

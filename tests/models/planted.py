@@ -17,6 +17,7 @@ from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.serving import ForServing
 from zoo.qwen3.modeling_serve import Qwen3ForServing
+from zoo.qwen3_5.model import GatedDeltaNet
 
 
 def four_warp_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -50,6 +51,34 @@ def four_warps(server: ForServing) -> Iterator[None]:
         yield
     finally:
         ops.CONTRACTS["rms_norm"] = contract
+        choices_changed()
+
+
+class OtherOp(Program):
+    """A program whose recurrent op belongs to the planted class."""
+
+    def byte_class(self, op: str) -> str:
+        return "planted" if op == self.name else super().byte_class(op)
+
+
+@contextmanager
+def recurrent(server: ForServing, op: str, module: str) -> Iterator[None]:
+    """The server's `op` by the functions of a module, inside the block."""
+    contract = ops.CONTRACTS[op]
+    first = contract.providers[0]
+    planted = replace(first, name="planted", byte_class="planted", forward=f"{module}:{op}")
+    replace(contract, providers=(*contract.providers, planted))
+    choices_changed()
+    mixers = [m for m in server.modules() if isinstance(m, GatedDeltaNet)]
+    plain = [m.program for m in mixers]
+    try:
+        for mixer in mixers:
+            mixer.program = OtherOp(**{**vars(mixer.program), "name": op})
+        yield
+    finally:
+        for mixer, program in zip(mixers, plain, strict=True):
+            mixer.program = program
+        ops.CONTRACTS[op] = contract
         choices_changed()
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +15,11 @@ import torch
 from tests.models import planted
 from zoo.verify import live, ways
 from zoo.verify.ladder import Ladder, Result
+from zoo.verify.run import save
 from zoo.verify.subject import Settings, Subject, build, config_of, settings_for
 from zoo.verify.tally import Tally, emptiness, k3_of, shared_pattern
 
+ROOT = Path(__file__).parents[2]
 SMALL = Settings((1, 65, 130), tail=70, page_sizes=(16,), steps=1, requests=6, drawn=6)
 
 
@@ -58,6 +64,50 @@ def test_a_fault_in_one_engine_fails_rung_3_and_is_named(fault: Any, op: str, la
     assert set(first) == {"layer", "op", "sequence", "position", "elements", "ulp"}
     if fault is planted.stale_page:
         assert (first["sequence"], first["position"]) == (1, planted.STALE[1])
+
+
+def test_a_run_that_is_killed_leaves_what_it_proved(tmp_path: Path) -> None:
+    """Rows come through a pipe as they finish, and the JSON file is whole after each of them."""
+    out = tmp_path / "ladder.json"
+    command = [
+        sys.executable,
+        "-m",
+        "zoo.verify",
+        "qwen3",
+        "--device",
+        "cpu",
+        "--rungs",
+        "1-3",
+        "--lengths",
+        "1,65,300",
+        "--json",
+        str(out),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        first = next(line for line in process.stdout if line.startswith(("equal", "FAILED")))
+        second = process.stdout.readline()  # the first row is in the file by now
+        process.kill()
+    assert first.startswith("equal  1 training forward, twice (") and first.rstrip().endswith(" s)"), first
+    assert second.startswith("equal  1 every parameter's gradient, twice (")
+    fields = json.loads(out.read_text())
+    assert set(fields) == {"arch", "device", "fingerprint", "rungs", "not_run", "first_divergence"}
+    assert fields["rungs"][0]["what"] == "training forward, twice" and fields["rungs"][0]["ok"]
+    assert [line["rung"] for line in fields["not_run"]][-2:] == [2, 3]
+    assert all(line["reason"] == "the run has not come to its end" for line in fields["not_run"])
+
+
+def test_a_link_or_device_gets_the_whole_result_only(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("")
+    link.symlink_to(real)
+    result = Result("qwen3", "cpu", {}, unfinished=[{"rung": 3, "what": "", "reason": ""}])
+    save(link, result)
+    assert real.read_text() == "" and link.is_symlink()
+    result.unfinished.clear()
+    save(link, result)
+    save(real, result)
+    assert json.loads(real.read_text())["arch"] == "qwen3" and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_fault_in_the_program_is_refused_before_any_rung() -> None:

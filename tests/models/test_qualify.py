@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear as reference_linear
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
-from zoo.verify import qualify
+from zoo.verify import admission, qualify
 from zoo.verify.qualify import Target
 
 HERE = "tests.models.test_qualify"
@@ -80,11 +82,11 @@ def chosen() -> str:
 def test_equal_bytes_are_admitted_and_run(store: Path) -> None:
     with candidates("fast_linear"):
         assert chosen() == "reference"
-        verdicts = qualify.qualify([TARGET], program=PROGRAM, rows=65)
+        verdicts = qualify.qualify([TARGET], program=PROGRAM, rows=65, jobs=1)
         assert [v.admitted for v in verdicts] == [True] and verdicts[0].checks == 4 * 2 * 7
         assert chosen() == "fast_linear"
         assert ops.CONTRACTS["linear"].provider(PROGRAM, (48, 96, 2)).name == "reference"  # another shape was not tried
-        assert qualify.qualify([TARGET], program=PROGRAM, rows=65) == []  # nothing left to try
+        assert qualify.qualify([TARGET], program=PROGRAM, rows=65, jobs=1) == []  # nothing left to try
         assert qualify.running([TARGET], PROGRAM) == [(TARGET, "fast_linear", "")]
     assert json.loads(store.read_text())["toolchain"]["torch"] == torch.__version__
 
@@ -92,11 +94,73 @@ def test_equal_bytes_are_admitted_and_run(store: Path) -> None:
 @pytest.mark.parametrize(("name", "why"), [("wrong_linear", "elements differ from reference"), ("broken_linear", "no kernel image")])
 def test_other_bytes_are_refused(store: Path, name: str, why: str) -> None:
     with candidates(name):
-        (verdict,) = qualify.qualify([TARGET], program=PROGRAM, rows=65)
+        (verdict,) = qualify.qualify([TARGET], program=PROGRAM, rows=65, jobs=1)
         assert not verdict.admitted and why in verdict.reason
         assert chosen() == "reference"
         ((_, provider, reason),) = qualify.running([TARGET], PROGRAM)
         assert provider == "reference" and why in reason
+
+
+@pytest.fixture
+def registered() -> Iterator[tuple[str, ...]]:
+    """The module whose import registers `equal` and `unequal`, here and in worker processes."""
+    contract, module = ops.CONTRACTS["linear"], "tests.models.provider_module"
+    importlib.import_module(module).register()
+    choices_changed()
+    yield (module,)
+    ops.CONTRACTS["linear"] = contract
+    choices_changed()
+
+
+def test_worker_processes_decide_what_this_process_does(store: Path, registered: tuple[str, ...]) -> None:
+    """Two shapes by two providers in two processes; the wrong one is refused for its FP32 output alone."""
+    targets = [TARGET, Target("linear", (24, 64, 1))]
+    lines: list[str] = []
+    found = qualify.qualify(targets, lines.append, program=PROGRAM, rows=7, jobs=2, modules=registered)
+    by_provider = {(v.provider, v.shape): v for v in found}
+    assert len(found) == len(by_provider) == 4
+    for target in targets:
+        assert by_provider["equal", target.shape].admitted and by_provider["equal", target.shape].checks == 4 * 2 * 3
+        assert "elements differ from reference" in by_provider["unequal", target.shape].reason
+    assert {(v.provider, v.shape) for v in qualification.read(store)} == set(by_provider)  # merged once, all of them
+    assert chosen() == "equal" and not list(store.parent.glob("*.part"))
+    assert sum("equal admitted, 24 comparisons" in line and line.endswith(" s)") for line in lines) == 2
+    assert sum("falls back to reference, unequal: " in line for line in lines) == 2
+    here = qualify.qualify(targets, program=PROGRAM, rows=7, jobs=1, again=True)
+    assert {(v.provider, v.shape): v for v in here} == by_provider
+
+
+def test_a_kernel_that_kills_its_process_is_refused_and_the_others_go_on(store: Path, registered: tuple[str, ...]) -> None:
+    deadly = Target("linear", (56, 64, 1))
+    found = qualify.qualify([deadly, TARGET], program=PROGRAM, rows=2, jobs=2, modules=registered)
+    reasons = {(v.provider, v.shape): v.reason for v in found}
+    assert reasons["equal", deadly.shape] == "it failed: its process was ended by signal 6" and not reasons["equal", TARGET.shape]
+
+
+def test_what_takes_too_long_gets_no_verdict(store: Path, registered: tuple[str, ...]) -> None:
+    slow, lines = Target("linear", (40, 64, 1)), list[str]()
+    found = qualify.qualify([slow], lines.append, program=PROGRAM, rows=1, jobs=4, modules=registered, seconds=5)
+    assert "equal" not in {v.provider for v in found} and not qualification.tried("linear", "equal", slow.shape)
+    assert any("equal not decided: not finished after 5 s" in line for line in lines)
+
+
+def test_processes_that_write_at_once_keep_one_anothers_verdicts(store: Path) -> None:
+    version = ops.CONTRACTS["linear"].version
+
+    def write(n: int) -> None:
+        qualification.write(store, [Verdict("linear", "x", (n, 8, 1), version, 1)], {})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(24)))
+    assert {v.shape[0] for v in qualification.read(store)} == set(range(24))
+
+
+def test_numbers_are_of_their_kind() -> None:
+    x = {kind: admission.numbers((9, 64), kind, "x", PROGRAM).float() for kind in admission.KINDS}
+    assert all(values.isfinite().all() and values.any() for values in x.values())
+    assert x["wide"].abs().log2().std() > 8 and 0 < x["subnormal"].abs().max() < 2.0**-126
+    near = (x["cancel"][:, ::2] + x["cancel"][:, 1::2]).abs() / x["cancel"][:, ::2].abs()
+    assert near.max() < 2.0**-5 and x["normal"].std() > 0.5
 
 
 def test_a_store_of_an_older_contract_admits_nothing(store: Path) -> None:
@@ -133,7 +197,9 @@ def test_targets_of_published_sizes() -> None:
     assert Target("linear", (151936, 4096, 1)) in dense and Target("linear", (16384, 4096, 1)) in dense
     assert Target("linear", (151936 % 16384, 4096, 1)) in dense
     assert Target("experts", (128, 2048, 768)) in qualify.targets_of_sizes("qwen3_moe", ["30b-a3b"])
-    assert len(set(qualify.default_targets())) == len(qualify.default_targets()) > 20
+    targets = qualify.default_targets()
+    assert len(set(targets)) == len(targets) > 40
+    assert set(qualify.targets_of_sizes("qwen3_5", ["4b"])) | {Target("experts", (256, 2048, 512))} <= set(targets)
 
 
 def test_an_outside_kernel_keeps_the_laws() -> None:

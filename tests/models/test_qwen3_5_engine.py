@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import numbers, scored, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zoo.common.delta_memory import DeltaSnapshot
 from zoo.common.engine import Completion, Engine
-from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.engine.pages import Key, PagePool
+from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
 from zoo.common.sampling import SamplingParams
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35ForRL, Qwen35ForServing
 
@@ -130,7 +134,7 @@ def test_slot_order_moves_no_byte() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_prefix_is_a_cold_one(kind: str) -> None:
-    """Pages of 16 and chunks of 64: a prefix is reused up to a multiple of 64 with a snapshot."""
+    """A prefix is reused up to the last whole chunk of a prompt that was there before."""
     warm = engine(kind)
     assert generate(warm) == baseline(kind)
     before = warm.stats.reused_rows
@@ -141,32 +145,207 @@ def test_a_warm_prefix_is_a_cold_one(kind: str) -> None:
 def test_a_wrong_snapshot_is_caught() -> None:
     warm = engine()
     generate(warm)
-    nodes = [node for node in warm.scheduler.pool.nodes.values() if node.snapshot is not None]
-    assert nodes and all(isinstance(node.snapshot, DeltaSnapshot) for node in nodes)
-    for node in nodes:
-        node.snapshot.start_LVKE.add_(1e-2)
+    snapshots = list(warm.scheduler.pool.snapshots.values())
+    assert snapshots
+    for snapshot in snapshots:
+        snapshot.delta.start_LVKE.add_(1e-2)
     assert generate(warm) != baseline("dense")
 
 
-def test_pages_of_80_meet_chunks_at_320() -> None:
-    prompt = tokens(330, 8)
-    params = SamplingParams(seed=6, max_new_tokens=3)
-    alone = numbers(engine(prefix_cache=False).generate([prompt], params)[0])
-    paged = engine(page_size=80, pages=12)
-    for reused in (0, 320, 640):
-        assert numbers(paged.generate([prompt], params)[0]) == alone
-        assert paged.stats.reused_rows == reused
-    assert numbers(paged.generate([prompt[:319]], params)[0]) == numbers(engine(prefix_cache=False).generate([prompt[:319]], params)[0])
-    assert paged.stats.reused_rows == 640
+LONG = tokens(400, 8)
+STRIDES = {  # stride: (tokens in common with LONG, tokens of its own, rows reused)
+    64: [(400, 0, 384), (384, 1, 384), (384, 0, 320), (383, 9, 320), (64, 1, 64), (64, 0, 0), (63, 40, 0)],
+    128: [(400, 0, 384), (384, 0, 256), (300, 5, 256), (255, 5, 128), (130, 0, 128), (127, 3, 0)],
+    192: [(400, 7, 384), (383, 1, 192), (200, 0, 192), (192, 0, 0)],
+    1024: [(400, 0, 384), (385, 0, 384), (384, 1, 384), (384, 0, 0), (383, 20, 0)],
+}
 
 
-def test_samples_of_one_prompt_share_its_rows() -> None:
-    group = engine()
+def asked(common: int, own: int) -> list[int]:
+    return LONG[:common] + tokens(own, common)
+
+
+@cache
+def cold(common: int, own: int) -> tuple[dict[str, Any], dict[int, Any]]:
+    return watched(engine(prefix_cache=False, chunk_rows=150), asked(common, own))
+
+
+def watched(served: Engine, prompt: list[int], new_tokens: int = 2) -> tuple[dict[str, Any], dict[int, Any]]:
+    """A prompt's record, and every cached byte of it by the number of its tokens."""
+    found, memory, done = {}, served.scheduler.memory, []
+    served.add(prompt, SamplingParams(seed=6, max_new_tokens=new_tokens))
+    request = served.scheduler.waiting[0]
+    while not done:
+        poison(served)
+        shared = {node.page: memory.paged.k_LPSGE[:, node.page].clone() for node in served.scheduler.pool.nodes.values()}
+        done = served.step()
+        assert all(torch.equal(memory.paged.k_LPSGE[:, page], k) for page, k in shared.items()), "a shared page was written"
+        if not done:
+            found[request.computed] = memory.written(request.pages, request.computed, request.slot)
+    return numbers(done[0]), found
+
+
+def differing(warm: dict[int, Any], cold: dict[int, Any]) -> list[tuple[int, str]]:
+    assert max(warm) in cold
+    return [(n, name) for n in sorted(warm.keys() & cold.keys()) for name, t in cold[n].items() if not torch.equal(warm[n][name], t)]
+
+
+@pytest.mark.parametrize("page", (16, 80, 128))
+@pytest.mark.parametrize("stride", STRIDES)
+def test_the_nearest_snapshot_is_restored_and_the_rest_pushed(page: int, stride: int) -> None:
+    warm = engine(page_size=page, pages=1 + 800 // page, snapshot_stride=stride)
+    assert watched(warm, LONG)[0] == cold(400, 0)[0]
+    pool = warm.scheduler.pool
+    kept = dict(pool.snapshots)
+    assert len(kept) == len({384, *range(stride, 400, stride)})
+    for common, own, reused in STRIDES[stride]:
+        pool.snapshots, before = dict(kept), replace(warm.stats)
+        record, caches = watched(warm, asked(common, own))
+        assert record == cold(common, own)[0] and not differing(caches, cold(common, own)[1])
+        assert warm.stats.reused_rows - before.reused_rows == reused
+        rows = warm.stats.prefill_rows + warm.stats.decode_rows - before.prefill_rows - before.decode_rows
+        assert rows == common + own - reused + 1  # the first of two drawn tokens is pushed too
+
+
+@pytest.mark.parametrize("page", (80, 128))
+@pytest.mark.parametrize("length", (65, 70, 128, 129))
+def test_short_prompts_are_reused(page: int, length: int) -> None:
+    """Below a page there is no full page to share: the snapshot has all rows."""
+    warm = engine(page_size=page, pages=12)
+    assert [watched(warm, LONG[:length])[0] for _ in range(2)] == [cold(length, 0)[0]] * 2
+    assert warm.stats.reused_rows == (length - 1) // 64 * 64
+    before = warm.stats.reused_rows
+    assert watched(warm, asked(length, 3))[0] == cold(length, 3)[0]
+    assert warm.stats.reused_rows - before == length // 64 * 64
+
+
+class ClosedPages(HybridMemory):
+    """A fault: a snapshot's rows of the open page are not copied."""
+
+    def restore(self, slot: int, pages: Any, snapshot: HybridSnapshot) -> None:
+        self.delta.restore(slot, snapshot.delta)
+
+
+class EmptyStates(HybridMemory):
+    """A fault: the state is that of no tokens."""
+
+    def snapshot(self, slot: int, length: int, pages: Any) -> HybridSnapshot:
+        found = super().snapshot(slot, length, pages)
+        return replace(found, delta=replace(found.delta, start_LVKE=torch.zeros_like(found.delta.start_LVKE)))
+
+
+@pytest.mark.parametrize(("fault", "name"), [(ClosedPages, "k"), (EmptyStates, "delta_start")])
+def test_a_snapshot_without_a_part_is_caught(fault: type[HybridMemory], name: str) -> None:
+    warm = engine(page_size=80, pages=12)
+    warm.scheduler.memory.__class__ = fault
+    watched(warm, LONG[:390])
+    record, caches = watched(warm, LONG[:390])
+    assert warm.stats.reused_rows == 384
+    assert name in {name for _, name in differing(caches, cold(390, 0)[1])} and record != cold(390, 0)[0]
+
+
+class FirstMade(PagePool):
+    """A fault: the snapshot made first goes first, though it was used since."""
+
+    def use(self, key: Key) -> Any:
+        return self.snapshots[key]
+
+
+@pytest.mark.parametrize("pool", (PagePool, FirstMade))
+def test_the_least_recently_used_snapshot_goes(pool: type[PagePool]) -> None:
+    small = engine(page_size=80, max_batch=2)
+    small.scheduler.pool.__class__ = pool
+    a, b, c = (tokens(70, n) for n in (21, 22, 23))
+    reused = []
+    for prompt in (a, b, a, c, a, b, a):  # room for two: c takes b's, then b takes c's
+        before = small.stats.reused_rows
+        small.generate([prompt], SamplingParams(max_new_tokens=1))
+        reused.append(small.stats.reused_rows - before)
+        assert len(small.scheduler.pool.snapshots) <= 2
+    assert (reused == [0, 0, 64, 0, 64, 0, 64]) == (pool is PagePool)
+
+
+def test_a_snapshot_goes_with_its_page() -> None:
+    """Pages that others needed take the snapshots after them along; those that remain are of pages that remain."""
+    tight = engine(page_size=16, pages=14)
+    for n in range(4):
+        assert numbers(tight.generate([tokens(130, n)], SamplingParams(seed=6, max_new_tokens=2))[0])
+        pool = tight.scheduler.pool
+        assert {key[0] for key in pool.snapshots} <= {node.number for node in pool.nodes.values()}
+    assert 1 <= len(pool.snapshots) < 4
+
+
+def test_a_stride_is_whole_chunks() -> None:
+    for stride, message in ((100, "multiple of 64, not 100"), (0, "at least 1, not 0")):
+        with pytest.raises(ValueError, match=f"snapshot_stride must be .*{message}"):
+            engine(snapshot_stride=stride)
+
+
+def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
+    served = engine(max_batch=3)
+    generate(served)
+    memory, pool = served.scheduler.memory, served.scheduler.pool
+    assert (memory.slots, pool.slots, memory.nbytes) == (3, 3, twins("dense")[1].make_memory(60, 16, 3).nbytes)
+    held = [weakref.ref(t) for t in (*memory.delta.pools.values(), memory.delta.carry_LSWC, memory.paged.k_LPSGE)]
+    held += [weakref.ref(snapshot) for snapshot in pool.snapshots.values()]
+    assert len(held) > 10
+    del memory, pool
+    served.release_memory()
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+    assert (served.scheduler.memory.slots, served.scheduler.memory.pages) == (1, 2)
+    served.resume_memory()
+    assert served.scheduler.memory.slots == 3
+    assert generate(served) == baseline("dense")
+
+
+@settings(max_examples=12)
+@given(
+    options=st.fixed_dictionaries({
+        "page_size": st.sampled_from((16, 80, 128)),
+        "snapshot_stride": st.sampled_from((64, 128, 1024)),
+        "max_batch": st.integers(1, 4),
+        "chunk_rows": st.sampled_from((31, 64, 100, 2048)),
+        "pages": st.integers(16, 30),
+    }),
+    moves=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.sampled_from((65, 80, 144, 170, 192))),
+            st.tuples(st.just("step"), st.integers(1, 3)),
+            st.tuples(st.just("preempt"), st.integers(0, 9)),
+        ),
+        min_size=3,
+        max_size=9,
+    ),
+)  # fmt: skip
+def test_no_schedule_of_shared_prefixes_moves_a_byte(options: dict[str, Any], moves: list[tuple[str, int]]) -> None:
+    served, asked_for, done = engine(**options), {}, []
+    for move, value in [*moves, ("step", 500)]:
+        if move == "add":
+            common, own = value, len(asked_for) % 3 * 7
+            asked_for[served.add(asked(common, own), SamplingParams(seed=6, max_new_tokens=2))] = common, own
+        elif move == "preempt" and served.scheduler.running:
+            served.preempt(served.scheduler.running[value % len(served.scheduler.running)].request_id)
+        for _ in range(value if move == "step" else 0):
+            if served.busy:
+                poison(served)
+                done += served.step()
+    assert len(done) == len(asked_for) and not served.busy
+    pool = served.scheduler.pool
+    assert pool.available == options["pages"] - 1 and len(pool.free_slots) == options["max_batch"]
+    assert len(pool.snapshots) <= served.scheduler.memory.snapshots
+    for record in done:
+        assert numbers(record) == cold(*asked_for[record.request_id])[0]
+
+
+@pytest.mark.parametrize(("page", "length"), [(16, 129), (80, 129), (80, 70), (128, 70), (128, 64)])
+def test_samples_of_one_prompt_share_its_rows(page: int, length: int) -> None:
+    group, prompt = engine(page_size=page), LONG[:length]
     params = [SamplingParams(seed=n, max_new_tokens=3) for n in range(4)]
-    records = group.generate([STEM + [4]] * 4, params)
-    assert group.stats.reused_rows == 3 * 128
+    records = group.generate([prompt] * 4, params)
+    assert group.stats.reused_rows == 3 * ((length - 1) // 64 * 64)
     alone = engine(prefix_cache=False)
-    assert [numbers(r) for r in records] == [numbers(alone.generate([STEM + [4]], p)[0]) for p in params]
+    assert [numbers(r) for r in records] == [numbers(alone.generate([prompt], p)[0]) for p in params]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,14 +367,14 @@ def test_preempted_is_uninterrupted(kind: str, cached: bool) -> None:
 
 
 class TwoSlots(Qwen35ForServing):
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
-        return super().make_memory(pages, page_size, slots)
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
+        return super().make_memory(pages, page_size, 2)
 
 
 class StaleSlots(TwoSlots):
     """A fault: a slot keeps the state of the sequence that had it before."""
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int = 2) -> HybridMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
         memory = super().make_memory(pages, page_size, slots)
         memory.delta.clear = lambda slots: None  # type: ignore[method-assign]
         return memory

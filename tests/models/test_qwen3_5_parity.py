@@ -45,6 +45,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, three values a key": ("Qwen3_5", {"intermediate_size": 96, "linear_num_value_heads": 6, "linear_value_head_dim": 32}),
     "moe": ("Qwen3_5Moe", MIXTURE),
 }
+# a large eps keeps norms of nearly empty rows from magnifying their roundings: with 1e-6 BF16 gradients err by 30 %, in ours as in
+# transformers', and a comparison of two such errors sees nothing
+CONDITIONED = {"dense, large eps": ("Qwen3_5", {"intermediate_size": 128, "rms_norm_eps": 0.3})}
 FP32 = {"program": "transformers", "dtype": torch.float32, "device": "cpu"}
 
 
@@ -67,7 +70,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 @cache
 def published(kind: str, seed: int, folder: Path, dtype: torch.dtype) -> Path:
     """A checkpoint that transformers built, and saved in `dtype`."""
-    family, fields = KINDS[kind]
+    family, fields = {**KINDS, **CONDITIONED}[kind]
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}TextConfig")(**{**GEOMETRY, **fields}))
     randomise(model, seed)
     path = folder / f"{kind}-{seed}-{dtype}".replace(", ", "-").replace(" ", "-")
@@ -242,7 +245,7 @@ class TestParity:
         parameters = dict(model.named_parameters())
         found = by_published_name(model, lambda name: parameters[name].grad)
         wanted = by_published_name(model, lambda name: exact.p[name].grad)
-        their = unstacked({name: p.grad for name, p in reference.named_parameters()}, found)
+        their = {name: p.grad for name, p in reference.named_parameters()}
         assert set(found) == set(their)
         errors = {name: (relative(found[name], wanted[name]), relative(their[name], wanted[name])) for name in found if wanted[name].any()}
         for name, (mine, theirs_) in errors.items():
@@ -253,11 +256,6 @@ class TestParity:
         (-model.score(ids.roll(1), whole(ids))[:-1].mean()).backward()
         moved = by_published_name(model, lambda name: parameters[name].grad)
         assert min(relative(moved[name], wanted[name]) for name in errors) > 1e-2
-
-
-def unstacked(gradients: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' parameters, under the names that `like` has: stacked experts are published under their own names."""
-    return {name: gradients[name] for name in like}
 
 
 class Run:
@@ -303,9 +301,9 @@ def test_bf16_errs_no_more_than_transformers(checkpoint: Callable[..., Path], ki
 
 def test_bf16_gradients(checkpoint: Callable[..., Path]) -> None:
     """Relative errors against float64 over all parameters of several checkpoints: ours on average below theirs."""
-    mine, their = [], []
+    mine, their, coarse = [], [], []
     for seed in range(4):
-        run = Run(checkpoint("dense", seed, torch.bfloat16), tokens(seed, 100))
+        run = Run(checkpoint("dense, large eps", seed, torch.bfloat16), tokens(seed, 100))
         ids, parameters = run.ids, dict(run.ours.named_parameters())
         (-run.ours.score(ids, whole(ids))[:-1].mean()).backward()
         (-next_log_prob(run.exact.logits(ids), ids).mean()).backward()
@@ -315,7 +313,11 @@ def test_bf16_gradients(checkpoint: Callable[..., Path]) -> None:
         reference = {name: p.grad for name, p in run.theirs.named_parameters()}
         mine += [relative(found[name], value) for name, value in wanted.items()]
         their += [relative(reference[name], value) for name, value in wanted.items()]
+        cut = {name: (g.bfloat16().view(torch.int16) & ~31).view(torch.bfloat16) for name, g in found.items()}
+        coarse += [relative(cut[name], value) for name, value in wanted.items()]
     assert 0 < sum(mine) <= sum(their)
+    assert max(mine) < 0.06  # some 30 roundings of up to 2^-9 add like noise to about 1 %, a few times that where terms cancel
+    assert sum(coarse) > sum(their)  # the control: gradients cut to 3 bits
 
 
 # files
@@ -444,6 +446,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "zero heads": ({"linear_num_key_heads": 0}, "linear_num_key_heads must be an integer of at least 1, it is 0"),
     "a number for a flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, it is 1"),
     "eps": ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number above 0"),
+    "end of text": ({"eos_token_id": [2, "3"]}, r"eos_token_id must be token ids of at least 0, it is \[2, '3'\]"),
     "yarn": ({"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
     "old scaling": ({"rope_scaling": {"type": "linear"}}, "rope type .*linear.* is not supported"),
     "a factor without a type": ({"rope_parameters": {**ROPE, "factor": 4.0}}, "rope_parameters has unknown fields factor"),

@@ -17,7 +17,7 @@ from zoo.common.program import resolve  # noqa: E402
 from zoo.common.sampling import RowSampling, SamplingParams, sample, score_filtered, support  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 PROGRAM = resolve("aligned", "cuda", torch.bfloat16)
 VOCABULARY = 151936

@@ -30,6 +30,13 @@ def subject() -> Subject:
     return made
 
 
+@pytest.fixture(scope="module")
+def recurrent() -> Subject:
+    made = build("qwen3_5", checkpoint=None, device="cpu")
+    made.draw((1, 140))
+    return made
+
+
 def traced(subject: Subject, *, tail: int = 12) -> Divergence | None:
     """Training's packed batch against serving: a prefill, and the last tokens row by row."""
     documents = list(range(len(subject.documents)))
@@ -150,3 +157,63 @@ def test_a_call_cut_to_one_row_gives_that_rows_bytes(subject: Subject) -> None:
         again = Call(small.contract, small.function, small.arguments, small.function(**small.arguments))
         for (name, a), (_, b) in zip(again.outputs(), call.outputs(), strict=True):
             assert torch.equal(a[-1], b[57]), f"{call.name} {name}"
+
+
+class TestRecurrent:
+    """Ops that change their slots: the reproduction has the state before the call."""
+
+    @pytest.mark.parametrize(
+        ("op", "module", "position"),
+        # a prefill of 100 rows, then single rows: the first of them reads the carry, and row 128 the image of a state
+        # that came of the rounded one
+        [("causal_conv", "tests.models.planted_conv", 100), ("gated_delta", "tests.models.planted_delta", 128)],
+        ids=["carry off by one row", "rounded state"],
+    )
+    def test_a_planted_fault_is_reproduced(self, recurrent: Subject, tmp_path: Path, op: str, module: str, position: int) -> None:
+        assert traced(recurrent, tail=40) is None
+        with planted.recurrent(recurrent.server, op, module):
+            found = traced(recurrent, tail=40)
+            assert found is not None
+            assert (found.key.op, found.key.layer) == (op, "model.layers.0.mixer")
+            assert (found.sequence, found.position) == (1, position)
+            trained, decoded = found.calls
+            assert trained.arguments["rows"].count == position + 1 and decoded.arguments["rows"].count == 1
+            assert [t.shape[0] for t in vars(decoded.arguments["history"]).values()] == [1] * len(vars(decoded.arguments["history"]))
+            script = reproduction(found, tmp_path, NAMES)
+        done = rerun(script)
+        assert done.returncode == 1, done.stderr
+        assert f"{found.elements} of " in done.stdout and len(script.read_text().splitlines()) < 120
+
+    @pytest.mark.parametrize(
+        ("op", "position", "moves"),
+        # a row again after itself: another carry; the same row of the live chunk, unless it closed the chunk; the rows of a
+        # prefill are their own carry
+        [("causal_conv", 101, True), ("causal_conv", 99, False), ("gated_delta", 101, False), ("gated_delta", 127, True)],
+    )
+    def test_the_state_is_the_one_before_the_call(self, recurrent: Subject, op: str, position: int, moves: bool) -> None:
+        """Without a fault one row after the captured state is the row of the run, and what training says."""
+        key = Key("model.layers.1.mixer", op, 0, "out[0]")
+        with Tracer(recurrent.trainer, capture=(key, 1, position)) as train:
+            ways.exhaust(ways.train(recurrent, train, [0, 1]))
+        with Tracer(recurrent.server, capture=(key, 1, position)) as decode:
+            ways.exhaust(ways.decode(recurrent, decode, [0, 1], tail=40))
+        assert train.call is not None and decode.call is not None
+        first = 0 if position < 100 else position
+        assert decode.call.arguments["rows"].positions_R.tolist() == list(range(first, position + 1))
+        calls = [Call(c.contract, c.function, c.arguments, c.function(**c.arguments)) for c in (train.call, decode.call)]
+        assert torch.equal(calls[0].result[-1], calls[1].result[-1]) and torch.equal(calls[1].result[-1], decode.call.result[-1])
+        after = decode.call.function(**decode.call.arguments)  # the control: the state after the call
+        assert torch.equal(after[-1], calls[1].result[-1]) != moves
+
+    def test_equal_calls_show_no_difference(self, recurrent: Subject, tmp_path: Path) -> None:
+        """Control: the script of a row that does not differ exits with status 0, and leaves its own state as it was."""
+        key, tracers = Key("model.layers.0.mixer", "gated_delta", 0, "out[0]"), []
+        for model, way in ((recurrent.trainer, ways.train), (recurrent.server, ways.decode)):
+            with Tracer(model, capture=(key, 1, 120)) as tracer:
+                ways.exhaust(way(recurrent, tracer, [1], **({"tail": 40} if way is ways.decode else {})))  # type: ignore[operator]
+            tracers.append(tracer)
+        calls = tracers[0].call, tracers[1].call
+        assert calls[0] is not None and calls[1] is not None
+        script = reproduction(Divergence(key, 1, 120, 0, 0, (calls[0], calls[1])), tmp_path, NAMES)
+        done = rerun(script)
+        assert done.returncode == 0 and done.stdout.startswith("inputs that differ: ") and "0 of " in done.stdout, done.stderr

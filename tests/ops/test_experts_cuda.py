@@ -13,7 +13,7 @@ from zoo.common.ops.experts import kernels
 from zoo.common.ops.linear.kernels import linear_triton
 from zoo.common.ops.swiglu.kernels import swiglu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(2048, 768, 128, 8), (2048, 512, 256, 8)]
 ROWS = [1, 2, 8, 64, 65, 1000]

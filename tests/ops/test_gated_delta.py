@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zoo.common.delta_memory import CHUNK, DeltaMemory, DeltaState, PackedDelta
-from zoo.common.ops import gated_delta, gated_delta_states
+from zoo.common.ops import CONTRACTS, gated_delta, gated_delta_states
 from zoo.common.ops.cases import cases_of, check, trial
 from zoo.common.ops.gated_delta import cases, reference
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, SlotPlace, packed_rows, push
@@ -334,3 +334,12 @@ def test_bad_states_and_pools() -> None:
         DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2"):
         DeltaMemory(1, 2, 2, 3, 16, 16, 8, torch.bfloat16, "cpu")
+
+
+def test_unequal_widths_are_refused_on_a_gpu() -> None:
+    """They poisoned the device once: no provider of the aligned class may take them."""
+    program = resolve("aligned", "cuda", torch.bfloat16)
+    assert all(CONTRACTS["gated_delta"].provider(program, (1, 2, width, width)).name == "triton" for width in (16, 32, 64, 128))
+    for widths in ((32, 16), (16, 32), (48, 48)):
+        with pytest.raises(ValueError, match="no provider of byte class 'chunk_replay' on cuda can run it"):
+            CONTRACTS["gated_delta"].provider(program, (1, 2, *widths))

@@ -19,7 +19,7 @@ from zoo.common.program import resolve
 from zoo.common.rows import Rows
 from zoo.testing import Args, LawBroken, assert_same_bytes, gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 HEADS = (16, 32)
 

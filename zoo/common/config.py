@@ -6,6 +6,15 @@ from typing import Any
 
 _MISSING = object()
 
+# fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry
+IGNORED = frozenset({
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
+    "pad_token_id", "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "num_local_experts",
+    "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions",
+    "output_hidden_states", "problem_type", "return_dict", "_attn_implementation", "_experts_implementation",
+    "experts_implementation", "attn_implementation",
+})  # fmt: skip
+
 
 class FieldReader:
     """Hands out fields of a published config and remembers which were read. ValueError names the family, field and value."""
@@ -27,7 +36,9 @@ class FieldReader:
         return value
 
     def number(self, name: str) -> float:
-        value = self.raw(name)
+        return self._positive(name, self.raw(name))
+
+    def _positive(self, name: str, value: Any) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
         return float(value)
@@ -41,9 +52,10 @@ class FieldReader:
     def tokens(self, name: str) -> tuple[int, ...]:
         """A token id, a list of them, or nothing."""
         value = self.raw(name, None)
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (value,)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise ValueError(f"{self.family}: {name} must be token ids of at least 0, it is {value!r}")
+        return tuple(ids)
 
     def one_of(self, name: str, *values: Any) -> Any:
         value = self.raw(name)
@@ -64,10 +76,7 @@ class FieldReader:
         kind = parameters.get("rope_type", "default")
         if kind != "default" or scaling is not None:
             raise ValueError(f"{self.family}: rope type {scaling or kind!r} is not supported, only 'default'")
-        theta = self.raw("rope_theta", parameters.get("rope_theta"))
-        if not isinstance(theta, int | float) or theta <= 0:
-            raise ValueError(f"{self.family}: rope_theta must be a number above 0, it is {theta!r}")
-        return float(theta)
+        return self._positive("rope_theta", self.raw("rope_theta", parameters.get("rope_theta")))
 
     def partial_rope(self, head_dim: int) -> tuple[float, int]:
         """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
@@ -81,15 +90,12 @@ class FieldReader:
             raise ValueError(f"{self.family}: rope type {flat['rope_scaling'] or kind!r} is not supported, only 'default'")
         if set(parameters) - known:
             raise ValueError(f"{self.family}: rope_parameters has unknown fields {', '.join(sorted(set(parameters) - known))}")
-        theta = parameters.get("rope_theta", flat["rope_theta"])
-        part = parameters.get("partial_rotary_factor", flat["partial_rotary_factor"])
-        for name, value in (("rope_theta", theta), ("partial_rotary_factor", part)):
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
+        names = ("rope_theta", "partial_rotary_factor")
+        theta, part = (self._positive(name, parameters.get(name, flat[name])) for name in names)
         rotated = int(head_dim * part)
         if rotated % 2 or rotated > head_dim:
             raise ValueError(f"{self.family}: partial_rotary_factor {part} of head_dim {head_dim} is not an even part of a head")
-        return float(theta), rotated
+        return theta, rotated
 
     def finish(self) -> None:
         unknown = sorted(set(self.fields) - self.seen)

@@ -180,6 +180,6 @@ class PagedMemory:
         """The cached bytes of one sequence, [layers, length, kv heads, head dim] each, for the ladder's comparisons."""
         index = torch.tensor(pages, device=self.k_LPSGE.device)
         return {
-            name: t.index_select(1, index).flatten(1, 2)[:, :length].clone()
+            name: t.index_select(1, index).flatten(1, 2)[:, :length]  # selected rows are a copy already
             for name, t in (("k", self.k_LPSGE), ("v", self.v_LPSGE))
         }

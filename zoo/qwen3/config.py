@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zoo.common.config import FieldReader
-
-IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
-    "initializer_range", "max_window_layers", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "num_local_experts",
-    "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
-    "problem_type", "return_dict", "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation",
-})  # fmt: skip
+from zoo.common.config import IGNORED, FieldReader
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Qwen3Config:
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> Qwen3Config:
         """Reads a config.json. ValueError for a missing, unknown or unsupported field, naming it and its value."""
-        read = FieldReader("qwen3", fields, IGNORED)
+        read = FieldReader("qwen3", fields, IGNORED | {"max_window_layers"})
         kind = read.one_of("model_type", "qwen3", "qwen3_moe")
         read.only("hidden_act", "silu")
         read.only("attention_bias", False)

@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zoo.common.config import FieldReader
+from zoo.common.config import IGNORED, FieldReader
 
 CONV_WIDTH = 4
-
-IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "_name_or_path",
-    "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states",
-    "problem_type", "return_dict", "_attn_implementation", "_experts_implementation", "experts_implementation",
-    "attn_implementation", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval",
-    "num_local_experts",
-})  # fmt: skip
 # of a published vision-language config: read by nobody here, written back as they were
 WRAPPER = frozenset({
     "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
@@ -86,7 +77,7 @@ class Qwen35Config:
             if not isinstance(fields["text_config"], dict):
                 raise ValueError(f"qwen3_5: text_config must be an object, it is {fields['text_config']!r}")
             text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **fields["text_config"]}
-        read = FieldReader("qwen3_5", text, IGNORED)
+        read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval"})
         kind = TYPES[read.one_of("model_type", *TYPES)]
         read.only("hidden_act", "silu")
         read.only("attention_bias", False, absent=False)

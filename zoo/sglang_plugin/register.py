@@ -77,6 +77,10 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     printed = runner.model.fingerprint()
     lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
     logger.info("zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines)
+    made = printed.realisation
+    logger.info("zoo: %s", ", ".join(f"{k} by {v}" for k, v in made.items() if k.startswith(("linear ", "experts "))))
+    if PROGRAMS[args.attention_backend] == "aligned" and made["qualification"] != "qualified":
+        logger.warning("zoo: not every faster provider is qualified on this GPU and toolchain: run `zoo qualify` once; bytes are the same")
     return result
 
 

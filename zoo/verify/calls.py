@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.memory import KeyValues
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
@@ -29,7 +30,7 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "attention": lambda a: (a["q_RHE"].shape[2], a["q_RHE"].shape[1], a["history"].k.shape[-2]),
 }
 
-RECURRENT = ("causal_conv", "gated_delta")
+RECURRENT = ("causal_conv", "gated_delta")  # in serving they change their slots: `held` before the call is their history
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Call:
         arguments = dict(self.arguments)
         batch = arguments.get("rows")
         if isinstance(batch, Rows):
-            return self._attention_at(row)
+            return self._recurrent_at(row) if self.contract.name in RECURRENT else self._attention_at(row)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 mine = value[row : row + 1] if _has_rows(name, value, rows) else value
@@ -91,10 +92,9 @@ class Call:
 
     def shrunk(self, row: int, rows: int) -> Call:
         """`at_row` if that gives the row's bytes again; else the whole batch, since its shape is then part of the fault."""
-        if self.contract.name in RECURRENT:  # a slot has moved on by now: the call can't be made again
-            return replace(self, row=row)
         small = self.at_row(row, rows)
-        again = outputs_of(self.function(**small.arguments))
+        state = {k: _copied(v) for k, v in small.arguments.items() if isinstance(v, DeltaState | ConvCarry)}  # it moves on
+        again = outputs_of(self.function(**{**small.arguments, **state}))
         pairs = zip(again, self.outputs(), strict=True)
         if all(torch.equal(as_integers(a[-1]), as_integers(b[row])) for (_, a), (_, b) in pairs):
             return small
@@ -119,6 +119,30 @@ class Call:
         arguments = {**self.arguments, **queries, "history": small, "rows": rows}
         return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
 
+    def _recurrent_at(self, row: int) -> Call:
+        """The rows of one sequence in this push up to the row, after the state before the push."""
+        batch, history = self.arguments["rows"], self.arguments["history"]
+        n = int(batch.sequence_R[row])
+        first = int(batch.starts_N1[n])
+        mine = slice(first, row + 1)
+        rows = Rows.pushed([row + 1 - first], [int(batch.positions_R[first])], batch.positions_R.device)
+        arguments: dict[str, Any] = {**self.arguments, "rows": rows}
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = (value[mine] if _has_rows(name, value, batch.count) else value).detach().clone()
+        if history is not None:
+            arguments["history"] = held(history, slice(n, n + 1))
+        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
+
+
+def held(history: Any, sequences: slice = slice(None)) -> Any:
+    """A copy of what a recurrent op reads of its sequences, in slots of their own: 0, 1, ... in the order of the batch."""
+    parts = {f.name: getattr(history, f.name) for f in fields(history)}
+    if isinstance(history, PackedDelta):
+        return PackedDelta(**{k: None if v is None else v[sequences].detach().clone() for k, v in parts.items()})
+    slot_N = parts.pop("slot_N")[sequences]
+    return replace(history, slot_N=torch.arange(len(slot_N), device=slot_N.device), **{k: v[slot_N] for k, v in parts.items()})
+
 
 def outputs_of(result: Any) -> list[tuple[str, Tensor]]:
     """A result's tensors, named by their order."""
@@ -139,7 +163,7 @@ def _has_rows(name: str, value: Tensor, rows: int) -> bool:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, KeyValues | Rows | RowSampling):
+    if isinstance(value, KeyValues | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
         return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value) if f.compare})
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class Result:
     fingerprint: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
+    unfinished: list[dict[str, Any]] = field(default_factory=list)
     first_divergence: dict[str, Any] | None = None
     divergence: Divergence | None = None
     names: tuple[str, str] = ("", "")
@@ -51,41 +53,53 @@ class Result:
             "device": self.device,
             "fingerprint": self.fingerprint,
             "rungs": [row.to_dict() for row in self.rows],
-            "not_run": self.not_run,
+            "not_run": [*self.not_run, *self.unfinished],
             "first_divergence": self.first_divergence,
         }
 
 
 class Ladder:
-    """Climbs with one subject. `say` is told what is going on; `wrote` gets each finished row."""
+    """Climbs with one subject. `say` is told what is going on; `wrote` gets each finished row and the seconds it took."""
 
     def __init__(
         self,
         subject: Subject,
         settings: Settings,
         say: Callable[[str], None] = lambda text: None,
-        wrote: Callable[[Row], None] = lambda row: None,
+        wrote: Callable[[Row, float], None] = lambda row, seconds: None,
     ) -> None:
         self.subject, self.settings, self.say, self.wrote = subject, settings, say, wrote
         subject.draw(settings.lengths)
         fingerprint = subject.trainer.fingerprint()
         fingerprint.check(subject.server.fingerprint())
         self.result = Result(subject.arch, str(subject.device), fingerprint.to_dict())
+        self._begin = time.monotonic()
 
     def climb(self, rungs: tuple[int, ...]) -> Result:
+        """Until the climb's end, `result.unfinished` lists the rungs that are not done."""
+        reason = "the run has not come to its end"
+        self.result.unfinished = [{"rung": r, "what": RUNGS[r], "reason": reason} for r in sorted(rungs)]
         if 1 in rungs:
             self._repeat()
+            self._finished(1)
         if 2 in rungs:
             self._launches()
+            self._finished(2)
         if 3 in rungs:
             self._engines(3, self.settings, "")
+            self._finished(3)
         if {4, 5} & set(rungs):
             with live.Scorer(self.subject) as scorer:
                 if 4 in rungs:
                     self._live(4, self.settings, scorer, "")
+                    self._finished(4)
                 if 5 in rungs:
                     self._steps(scorer)
+                    self._finished(5)
         return self.result
+
+    def _finished(self, rung: int) -> None:
+        self.result.unfinished = [line for line in self.result.unfinished if line["rung"] != rung]
 
     @property
     def documents(self) -> list[int]:
@@ -113,7 +127,9 @@ class Ladder:
         self.result.rows.append(row)
         for place, count in tally.heat.items():
             self.result.heat[place] = self.result.heat.get(place, 0) + count
-        self.wrote(row)
+        now = time.monotonic()  # the row's counts came from the device: its work is done
+        self.wrote(row, now - self._begin)
+        self._begin = now
 
     def _compare(self, rung: int, what: str, reference: dict[int, Seen], empty: str | None, way: Way, model: nn.Module) -> None:
         """One row: everything that a way shows, against the reference."""

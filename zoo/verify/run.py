@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,20 +97,23 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         def say(text: str) -> None:
             status.update(text)
 
+        begin = time.monotonic()
         subject = build(
             asked.arch, checkpoint=asked.checkpoint, device=device, size=asked.size, layers=asked.layers, seed=asked.seed, say=say
         )
-        if device.startswith("cuda"):  # just the shapes that this model uses
-            admission.qualify(admission.targets_of(subject.server), say, program=subject.server.program)
         settings = settings_for(subject, asked.lengths)
+        if device.startswith("cuda"):
+            line(console, f"built in {time.monotonic() - begin:.1f} s")
+            status.update("qualifying")  # just the shapes that this model uses
+            targets = admission.targets_of(subject.server)
+            admission.qualify(targets, lambda text: line(console, text), program=subject.server.program)
         threads = torch.get_num_threads()
         if device == "cpu" and not is_large(subject):
             torch.set_num_threads(1)  # operands this small keep several threads waiting for each other
 
-        def wrote(row: Row) -> None:
-            if console.is_terminal:
-                verdict = "[green]equal [/]" if row.ok else "[red]FAILED[/]"
-                console.print(f"{verdict} {row.rung} {row.what}", highlight=False)
+        def wrote(row: Row, seconds: float) -> None:
+            line(console, f"{'equal ' if row.ok else 'FAILED'} {row.rung} {row.what} ({seconds:.1f} s)")
+            save(json_file, ladder.result)
 
         ladder = Ladder(subject, settings, say, wrote)
         try:
@@ -118,8 +123,7 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         places = maps.operation_map(subject) if report is not None else []
     console.print(table_of(result))
     show_end(result, console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    save(json_file, result)
     if report is not None:
         report.write_text(pages.page(result, places, layers_of(subject), max(settings.lengths)))
         console.print(f"wrote {report}", highlight=False)
@@ -130,6 +134,25 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         except ValueError as error:  # the climb's verdict stands
             console.print(f"no reproduction: {error}", highlight=False)
     return result
+
+
+def line(console: Console, text: str) -> None:
+    """One line at once, also where stdout is a file or a pipe: a run that is killed leaves what it proved."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def save(path: Path | None, result: Result) -> None:
+    """Replaces the JSON file as a whole. Into a pipe or device only the result of a whole climb is written."""
+    if path is None:
+        return
+    text = json.dumps(result.to_dict(), indent=2) + "\n"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        if not result.unfinished:
+            path.write_text(text)
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def layers_of(subject: Subject) -> int:
@@ -207,8 +230,8 @@ def qualify(
             config_of(arch, size, None)
         targets = admission.targets_of_sizes(arch, [size] if size is not None else list(sizes(arch)))
     targets = [t for t in targets if op is None or t.op == op]
-    with console.status("qualifying") as status:
-        admission.qualify(targets, status.update, program=program, again=again)
+    with console.status("qualifying"):
+        admission.qualify(targets, lambda text: line(console, text), program=program, again=again)
     table = Table(title=f"providers on {torch.cuda.get_device_name()}")
     for name in ("op and shape", "runs", "fallback because"):
         table.add_column(name, overflow="fold")

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.memory import KeyValues
 from zoo.common.ops import Provider
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling
-from zoo.verify.calls import RECURRENT, Call
+from zoo.verify.calls import Call
 from zoo.verify.trace import Divergence
 
 SCRIPT, TENSORS = "reproduce.py", "tensors.safetensors"
@@ -33,6 +34,7 @@ import torch
 from safetensors.torch import load_file
 
 from zoo.common import ops
+from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.memory import KeyValues
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
@@ -75,8 +77,6 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     if script.exists():
         raise ValueError(f"{folder} already holds a reproduction; give an absent or empty folder")
     key, first = divergence.key, divergence.calls[0]
-    if key.op in RECURRENT:
-        raise ValueError(f"{key.op} in {key.layer} changes its slots: a script can't make the one call again")
     folder.mkdir(parents=True, exist_ok=True)
     device = next(t for _, t in first.outputs()).device.type
     stored: dict[str, Tensor] = {}
@@ -119,9 +119,10 @@ def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
         return f"stored[{name!r}]"
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, KeyValues | Rows | RowSampling):
+    if isinstance(value, KeyValues | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
-        inner = ", ".join(f"{part}={_code(item, f'{name}.{part}', stored)}" for part, item in parts.items())
-        return f"{type(value).__name__}({inner})"
+        code = {part: _code(item, f"{name}.{part}", stored) for part, item in parts.items()}
+        own = ".clone()" if isinstance(value, DeltaState | ConvCarry) else ""  # the call changes its slots
+        return f"{type(value).__name__}({', '.join(f'{part}={text}{own}' for part, text in code.items())})"
     assert value is None or isinstance(value, bool | int | float | str | tuple), f"{name} is a {type(value).__name__}"
     return repr(value)

@@ -13,6 +13,7 @@ from zoo.common.delta_memory import CARRY, CHUNK, DeltaMemory, DeltaSnapshot
 from zoo.common.rows import Rows
 from zoo.verify.calls import Call
 
+KEPT = 4  # chunks of a document kept at once: a decode step asks for the same ones over and over
 OPERANDS = ("q_RHK", "k_RHK", "v_RVE", "log_decay_RV", "beta_RV")
 
 
@@ -25,6 +26,7 @@ class TrainedStates:
     deltas: list[tuple[Tensor, ...]]
     program: Any
     _starts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _chunks: dict[int, list[DeltaMemory]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, calls: list[Call], mine: slice) -> TrainedStates | None:
@@ -37,21 +39,32 @@ class TrainedStates:
         return cls(rows, each, deltas[0].program)
 
     def after(self, length: int) -> dict[str, Tensor]:
-        """A slot's live bytes, by name and layer."""
+        """A slot's live bytes, by name and layer: the live chunk's rows up to there, all of the chunk pushed once."""
         first = length // CHUNK * CHUNK
+        if first not in self._chunks:
+            if len(self._chunks) == KEPT:
+                del self._chunks[next(iter(self._chunks))]
+            self._chunks[first] = [self._chunk(layer, first) for layer in range(len(self.deltas))]
         out: dict[str, Tensor] = {}
-        for layer, (x_RC, operands) in enumerate(zip(self.convolutions, self.deltas, strict=True)):
-            _, k_RHK, v_RVE, *_ = operands
-            shape = (k_RHK.shape[1], v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-            memory = DeltaMemory(1, 2, *shape, x_RC.shape[1], v_RVE.dtype, v_RVE.device)
-            carry = torch.cat([torch.zeros_like(x_RC[:1]).expand(CARRY, -1), x_RC[:length]])[-CARRY:]
-            memory.restore(1, DeltaSnapshot(first, self._start(layer, first)[None], carry[None]))
-            if length > first:
-                rows = Rows.pushed([length - first], [first], v_RVE.device)
-                state = memory.view(torch.tensor([1], device=v_RVE.device))[0].state
-                ops.gated_delta(*(t[first:length] for t in operands), state, rows, program=self.program)
+        for layer, (x_RC, memory) in enumerate(zip(self.convolutions, self._chunks[first], strict=True)):
+            before = x_RC[max(0, length - CARRY) : length]
+            memory.carry_LSWC[0, 1] = torch.cat([x_RC.new_zeros(CARRY - len(before), x_RC.shape[1]), before])
             out |= {f"delta_{name}.{layer}": t[0] for name, t in memory.written(1, length).items()}
         return out
+
+    def _chunk(self, layer: int, first: int) -> DeltaMemory:
+        """Slot 1 holds the document from a chunk's start on, short of the row that would close the chunk."""
+        operands = self.deltas[layer]
+        _, k_RHK, v_RVE, *_ = operands
+        shape = (k_RHK.shape[1], v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
+        memory = DeltaMemory(1, 2, *shape, self.convolutions[layer].shape[1], v_RVE.dtype, v_RVE.device)
+        carry = memory.carry_LSWC[:, 1]
+        memory.restore(1, DeltaSnapshot(first, self._start(layer, first)[None], carry))
+        if count := min(CHUNK - 1, v_RVE.shape[0] - first):
+            rows = Rows.pushed([count], [first], v_RVE.device)
+            state = memory.view(torch.tensor([1], device=v_RVE.device))[0].state
+            ops.gated_delta(*(t[first : first + count] for t in operands), state, rows, program=self.program)
+        return memory
 
     def _start(self, layer: int, first: int) -> Tensor:
         """[V, K, E] after `first` tokens, from the nearest one before that is known."""

@@ -64,12 +64,17 @@ class Tally:
         """Entries of dim 0 are positions from `begin` on. Entries that are not finite in a are compared, and not counted."""
         if a_T.shape != b_T.shape or a_T.dtype != b_T.dtype:
             raise ValueError(f"{name}: {a_T.dtype} {list(a_T.shape)} against {b_T.dtype} {list(b_T.shape)}")
-        finite = int(a_T.isfinite().sum()) if a_T.is_floating_point() else a_T.numel()
+        self._count(int(a_T.isfinite().sum()) if a_T.is_floating_point() else a_T.numel(), a_T)
+        x, y = (as_integers(t) for t in (a_T, b_T))
+        if not torch.equal(x, y):
+            self._differ(a_T, b_T, name, document, begin)
+
+    def _count(self, finite: int, a_T: Tensor) -> None:
         self.compared += finite
         self.compared_bytes += finite * a_T.element_size()
+
+    def _differ(self, a_T: Tensor, b_T: Tensor, name: str, document: int, begin: int) -> None:
         x, y = (as_integers(t) for t in (a_T, b_T))
-        if torch.equal(x, y):
-            return
         rows = (x.view(torch.uint8) != y.view(torch.uint8)).flatten(1) if x.dim() > 1 else _byte_rows(x, y)
         per_row = rows.sum(1)
         self.differing += int(per_row.sum())
@@ -96,8 +101,12 @@ class Tally:
         if set(reference.state) != set(other.state):
             raise ValueError(f"cached tensors {sorted(reference.state)} against {sorted(other.state)}")
         first = 0 if newest is None else max(0, end - newest)
-        for name, cached in other.state.items():
-            self.bytes(reference.state[name][first:end], cached[first:end], name, other.document, first)
+        pairs = {name: (reference.state[name][first:end], cached[first:end]) for name, cached in other.state.items()}
+        for name, equal in zip(pairs, _all_equal(list(pairs.values())), strict=True):
+            a_T, b_T = pairs[name]
+            self._count(reference.finite(name, first, end), a_T)
+            if not equal:
+                self._differ(a_T, b_T, name, other.document, first)
         if reference.slot is not None and other.slot is not None:
             mine, theirs = reference.slot(end), other.slot(end)
             if set(mine) != set(theirs):
@@ -110,6 +119,17 @@ class Tally:
         text = what if nothing is None else f"{what} (empty: {nothing})"
         ok = not self.differing and nothing is None
         return Row(rung, text, self.compared, self.compared_bytes, self.differing, self.k3, ok)
+
+
+def _all_equal(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Bytes of each pair: on a GPU with one copy back to the host, since a model has hundreds of cached tensors a step."""
+    for a, b in pairs:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(f"cached tensors of {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+    integers = [(as_integers(a), as_integers(b)) for a, b in pairs]
+    if pairs and pairs[0][0].device.type == "cuda":
+        return [not differs for differs in torch.stack([(x != y).any() for x, y in integers]).tolist()]
+    return [torch.equal(x, y) for x, y in integers]
 
 
 def _byte_rows(x: Tensor, y: Tensor) -> Tensor:

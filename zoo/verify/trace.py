@@ -21,7 +21,7 @@ from zoo.common.ops import watch
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.testing import as_integers, ulp_distance
-from zoo.verify.calls import Call, outputs_of
+from zoo.verify.calls import RECURRENT, Call, held, outputs_of
 
 _POSITION_BITS = 32
 
@@ -74,6 +74,7 @@ class Tracer(Tap):
         self.model, self.only, self.capture = model, only, capture
         self.seen: dict[Key, list[tuple[Tensor, Tensor]]] = {}
         self.call: Call | None = None
+        self._history: Any = None
         self._path: list[str] = []
         self._batch: tuple[Tensor, Tensor] | None = None
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -83,7 +84,7 @@ class Tracer(Tap):
         for name, module in self.model.named_modules():
             self._open.callback(module.register_forward_pre_hook(self._enter(name)).remove)
             self._open.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-        self._open.enter_context(watch(self._observe))
+        self._open.enter_context(watch(self._observe, self._hold))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,6 +109,15 @@ class Tracer(Tap):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._path.pop()
 
+    def _hold(self, contract: Contract, seen: dict[str, Any]) -> None:
+        """Copies the slots of the call that is sought before it changes them."""
+        if self._batch is None or self.capture is None or self.call is not None or contract.name not in RECURRENT:
+            return
+        key, layer = self.capture[0], self._path[-1]
+        if (key.layer, key.op, key.index) == (layer, contract.name, self._calls[layer, contract.name]):
+            history = Call.of(contract, seen, None).arguments["history"]
+            self._history = None if history is None else held(history)
+
     def _observe(self, contract: Contract, seen: dict[str, Any], result: Any) -> None:
         if self._batch is None:
             return
@@ -128,7 +138,10 @@ class Tracer(Tap):
                 if len(found):
                     batch, self._batch = self._batch, None  # shrinking calls the op again
                     with torch.no_grad():
-                        self.call = Call.of(contract, seen, result).shrunk(int(found[0]), len(sequence_R))
+                        call = Call.of(contract, seen, result)
+                        if contract.name in RECURRENT:
+                            call.arguments["history"] = self._history
+                        self.call = call.shrunk(int(found[0]), len(sequence_R))
                     self._batch = batch
 
     def _record(self, key: Key, tensor: Tensor, sequence_R: Tensor, position_R: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,18 @@ class Seen:
     state: dict[str, Tensor]
     entropy_T: Tensor | None = None
     slot: Callable[[int], dict[str, Tensor]] | None = None  # the recurrent layers' bytes after so many tokens
+
+    def finite(self, name: str, first: int, end: int) -> int:
+        """Finite entries of a cached tensor's positions first .. end - 1, counted on the device once for all positions."""
+        sums = self._finite[name]
+        return sums[end] - sums[first]
+
+    @functools.cached_property
+    def _finite(self) -> dict[str, list[int]]:
+        counts = {name: t.isfinite().flatten(1).sum(1).cumsum(0) for name, t in self.state.items()}
+        if not counts:
+            return {}
+        return dict(zip(counts, ([0, *sums] for sums in torch.stack(list(counts.values())).tolist()), strict=True))
 
 
 class Poisoned(TorchDispatchMode):

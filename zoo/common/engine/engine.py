@@ -230,8 +230,7 @@ class Engine:
         longest = len(tokens) + params.max_new_tokens
         if longest > config.positions:
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of "
-                f"{config.positions}"
+                f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of {config.positions}"
             )
         pages = memory.pages_for(longest - 1)  # the last drawn token is never pushed
         if pages > pool.pages - 1:

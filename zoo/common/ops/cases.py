@@ -7,7 +7,8 @@ function with the public signature of an op stand in for it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zoo.common.program import Program
-from zoo.testing import PLACES, Along, Args, assert_place_law, assert_repeat_law, assert_row_law, rows_at
-
+from zoo.common.rows import Rows
+from zoo.testing import PLACES, Along, Args, Plan, assert_place_law, assert_repeat_law, assert_row_law, rows_at
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,51 @@ def row_laws(*names: str) -> dict[str, Callable[[Trial], None]]:
 
 def repeat(t: Trial) -> None:
     assert_repeat_law(t.call, t.args, t.case.gradients)
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """The row offsets of documents packed one after another, as cu_seqlens has them."""
+    return [0, *itertools.accumulate(lengths)]
+
+
+class Documents:
+    """Units of whole documents, of `args["lengths"]` rows each in dim 0 of the named tensors.
+
+    A row's own history comes along, its neighbours are other documents.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def count(self, args: Args) -> int:
+        return len(args["lengths"])
+
+    def outputs(self, args: Args, index: Tensor) -> Tensor:
+        starts = starts_of(args["lengths"])
+        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
+
+    def take(self, args: Args, index: Tensor) -> Args:
+        rows = self.outputs(args, index).to(args[self.names[0]].device)
+        lengths = [args["lengths"][n] for n in index.tolist()]
+        return {**args, **{name: args[name].index_select(0, rows) for name in self.names}, "lengths": lengths}
+
+    def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
+        rows = self.outputs(args, kept).to(args[self.names[0]].device)
+        filled = {n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in self.names}
+        return {**args, **filled}
+
+
+def pushes(plan: Plan, lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[int], Rows, Tensor]]:
+    """The steps of a plan: (documents that push rows, these rows, where they lie among the packed rows)."""
+    starts, pushed = starts_of(lengths), [0] * len(lengths)
+    for step in plan:
+        live = [n for n, count in enumerate(step) if count]
+        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
+        first = {n: starts[n] + pushed[n] for n in live}
+        yield live, rows, torch.cat([torch.arange(first[n], first[n] + step[n]) for n in live]).to(device)
+        for n in live:
+            pushed[n] += step[n]
+    assert pushed == list(lengths), f"the plan pushes {pushed} rows of {list(lengths)}"
 
 
 class Draw:

@@ -41,8 +41,12 @@ class Provider:
         named = {"forward": self.forward, "backward": self.backward}
         return _resolve(named.get(name) or f"{self.forward.split(':')[0]}:{name}")
 
+    def lacks(self) -> list[str]:
+        """What it needs and can't be imported, each with the reason."""
+        return [f"{name}: {failure}" for name in self.needs if (failure := _import_failure(name))]
+
     def installed(self) -> bool:
-        return all(_importable(name) for name in self.needs)
+        return not self.lacks()
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ class Contract:
 
 
 CONTRACTS: dict[str, Contract] = {}
+Before = Callable[[Contract, dict[str, Any]], None]
+
 _observers: list[Callable[[Contract, dict[str, Any], Any], None]] = []
+_before: list[Before] = []
 
 
 def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -79,6 +86,8 @@ def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            for look in _before:
+                look(contract, {"args": args, **kwargs, "function": call})
             result = function(*args, **kwargs)
             for observer in _observers:
                 observer(contract, {"args": args, **kwargs, "function": call}, result)
@@ -90,16 +99,21 @@ def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 @contextmanager
-def watch(observer: Callable[[Contract, dict[str, Any], Any], None]) -> Iterator[None]:
+def watch(observer: Callable[[Contract, dict[str, Any], Any], None], before: Before | None = None) -> Iterator[None]:
     """Calls `observer(contract, arguments, result)` after every op call inside the block. It sees; it changes nothing.
 
-    arguments: "args" (the positional ones), the named ones, and "function", the public op itself.
+    arguments: "args" (the positional ones), the named ones, and "function", the public op itself. `before(contract, arguments)`
+    comes before each call, for ops that change what they are given: a slot's state.
     """
     _observers.append(observer)
+    if before is not None:
+        _before.append(before)
     try:
         yield
     finally:
         _observers.remove(observer)
+        if before is not None:
+            _before.remove(before)
 
 
 @functools.cache
@@ -109,12 +123,13 @@ def _resolve(path: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _importable(module: str) -> bool:
+def _import_failure(module: str) -> str:
+    """Why a module can't be imported in one line; empty if it can."""
     try:
         importlib.import_module(module)
-    except Exception:  # a package that is there but can't be loaded (no GPU, wrong CUDA) is as good as absent
-        return False
-    return True
+    except Exception as error:  # a package that is there but can't be loaded (no GPU, wrong CUDA) is as good as absent
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return ""
 
 
 def choices_changed() -> None:
@@ -136,7 +151,7 @@ def _choose(op: str, program: Program, shape: tuple[int, ...]) -> Provider:
     for provider in serving:
         if provider.defining:
             return provider
-    names = ", ".join(p.name + ("" if p.installed() else f" (needs {', '.join(p.needs)})") for p in members) or "none"
+    names = ", ".join(p.name + ("" if p.installed() else f" (needs {', '.join(p.lacks())})") for p in members) or "none"
     raise ValueError(
         f"{op} at shape {shape}: no provider of byte class {wanted!r} on {program.device} can run it "
         f"(members: {names}); program {program.name!r} allows no other class"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from zoo.common.memory import KeyValues, PagedMemory
 from zoo.common.ops.attention.reference import KEY_TILE
-from zoo.common.ops.cases import Case, Draw, Trial, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -52,13 +51,6 @@ PLACES = {
 }
 
 
-def starts_of(lengths: Sequence[int]) -> list[int]:
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
-
-
 def edge_lengths(program: Program, width: int) -> list[int]:
     """Lengths at each tile and segment edge of the program for heads of `width`."""
     tile = KEY_TILE if program.device == "cpu" else FA4_KEY_TILE
@@ -76,7 +68,7 @@ def attend(t: Trial, args: Args) -> Any:
 def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
     """The same documents pushed by `plan` into memory at `place`: outputs in packed order, cached bytes per document."""
     q, k, v = (args[name] for name in QKV)
-    lengths, starts, device = args["lengths"], starts_of(args["lengths"]), args["q_RHE"].device
+    lengths, device = args["lengths"], args["q_RHE"].device
     needed = [-(-length // place.page_size) for length in lengths]
     total = 1 + sum(needed) + place.spare
     memory = PagedMemory(1, total, place.page_size, k.shape[1], k.shape[2], k.dtype, device)
@@ -90,40 +82,21 @@ def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
     width = max(needed) + place.columns
     # a column that a sequence does not use points at a dead page, or at the reserved one
     table = torch.tensor([pages + [free[0] if place.columns and free else 0] * (width - len(pages)) for pages in owned], dtype=torch.int32)
-    out, pushed = torch.full_like(q, torch.nan), [0] * len(lengths)
-    for step in plan:
-        live = [n for n, count in enumerate(step) if count]
-        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
-        index = torch.cat([torch.arange(starts[n] + pushed[n], starts[n] + pushed[n] + step[n]) for n in live]).to(device)
+    out = torch.full_like(q, torch.nan)
+    for live, rows, index in pushes(plan, lengths, device):
         history = memory.view(table[live].to(device))[0].append(k[index], v[index], rows)
         out[index] = t.op("attention")(q[index], history, rows, args["scale"], program=t.program)
-        for n in live:
-            pushed[n] += step[n]
-    assert pushed == list(lengths), f"the plan pushes {pushed} rows of {list(lengths)}"
     return {"out": out, "cached": [memory.written(pages, length) for pages, length in zip(owned, lengths, strict=True)]}
 
 
-class Sequences:
-    """Units of whole documents: a row's own history comes along, its neighbours are other documents."""
+class Sequences(Documents):
+    """Documents beside finite neighbours on CUDA, as the contract has it."""
 
-    def count(self, args: Args) -> int:
-        return len(args["lengths"])
-
-    def outputs(self, args: Args, index: Tensor) -> Tensor:
-        starts = starts_of(args["lengths"])
-        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
-
-    def take(self, args: Args, index: Tensor) -> Args:
-        rows = self.outputs(args, index).to(args["q_RHE"].device)
-        lengths = [args["lengths"][n] for n in index.tolist()]
-        return {**args, **{name: args[name].index_select(0, rows) for name in QKV}, "lengths": lengths}
+    def __init__(self) -> None:
+        super().__init__(*QKV)
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
-        rows = self.outputs(args, kept).to(args["q_RHE"].device)
-        if args["q_RHE"].is_cuda and not math.isfinite(value):
-            value = 3e38  # the contract: packed neighbours must be finite on CUDA
-        filled = {name: torch.full_like(args[name], value).index_copy_(0, rows, args[name].index_select(0, rows)) for name in QKV}
-        return {**args, **filled}
+        return super().spoil(args, kept, 3e38 if args["q_RHE"].is_cuda and not math.isfinite(value) else value)
 
 
 def _row(t: Trial) -> None:

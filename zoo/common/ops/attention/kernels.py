@@ -203,7 +203,7 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     lse = torch.empty(heads, batch, dtype=torch.float32, device=q.device)
     unread = rows.positions_R  # the kernel wants a pointer
     _merge_kernel[(batch,)](
-        parts, part_lse, rows.positions_R, none, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4
+        parts, part_lse, rows.positions_R, unread, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4
     )
     return out, lse
 

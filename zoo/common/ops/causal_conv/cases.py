@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, PackedDelta
-from zoo.common.ops.cases import Case, Draw, Trial, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -25,49 +25,21 @@ from zoo.testing import (
 )
 
 
-def _starts(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-
-
 def _call(t: Trial, args: Args) -> Any:
-    rows = Rows.packed(torch.tensor(_starts(args["lengths"]), device=args["x_RC"].device))
+    rows = Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args["x_RC"].device))
     return t.op("causal_conv")(args["x_RC"], args["weight_C4"], PackedDelta(), rows, program=t.program)
 
 
 def _push(t: Trial, plan: Plan, slots: list[int], fill: float) -> dict[str, Any]:
     """The documents pushed by `plan` through carries at `slots`; the other slots hold `fill`."""
-    x, lengths, starts = t.args["x_RC"], t.args["lengths"], _starts(t.args["lengths"])
+    x = t.args["x_RC"]
     pool = torch.full((max(slots) + 2, 3, x.shape[1]), fill, dtype=x.dtype, device=x.device)
     pool[slots] = 0
-    out, pushed = torch.full_like(x, torch.nan), [0] * len(lengths)
-    for step in plan:
-        live = [n for n, count in enumerate(step) if count]
-        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], x.device)
-        index = torch.cat([torch.arange(starts[n] + pushed[n], starts[n] + pushed[n] + step[n]) for n in live]).to(x.device)
+    out = torch.full_like(x, torch.nan)
+    for live, rows, index in pushes(plan, t.args["lengths"], x.device):
         carry = ConvCarry(pool, torch.tensor([slots[n] for n in live], device=x.device))
         out[index] = t.op("causal_conv")(x[index], t.args["weight_C4"], carry, rows, program=t.program)
-        for n in live:
-            pushed[n] += step[n]
     return {"out": out, "carries": pool[slots]}
-
-
-class _Documents:
-    """Units of whole documents."""
-
-    def count(self, args: Args) -> int:
-        return len(args["lengths"])
-
-    def outputs(self, args: Args, index: Tensor) -> Tensor:
-        starts = _starts(args["lengths"])
-        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
-
-    def take(self, args: Args, index: Tensor) -> Args:
-        rows = self.outputs(args, index).to(args["x_RC"].device)
-        return {**args, "x_RC": args["x_RC"].index_select(0, rows), "lengths": [args["lengths"][n] for n in index.tolist()]}
-
-    def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
-        rows = self.outputs(args, kept).to(args["x_RC"].device)
-        return {**args, "x_RC": torch.full_like(args["x_RC"], value).index_copy_(0, rows, args["x_RC"].index_select(0, rows))}
 
 
 class _Channels(Along):
@@ -118,7 +90,7 @@ def _case(name: str, lengths: list[int], channels: int, *, device_sized: bool = 
         assert_shard_law(by_channels, [d for d in (1, 2, 4) if channels % d == 0])
 
     laws = {
-        "row": lambda t: assert_row_law(t.call, t.args, _Documents(), seed=t.seed),
+        "row": lambda t: assert_row_law(t.call, t.args, Documents("x_RC"), seed=t.seed),
         "column": lambda t: assert_column_law(t.call, t.args, _Channels(), seed=t.seed),
         "split": split,
         "place": place,

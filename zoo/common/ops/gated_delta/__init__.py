@@ -14,7 +14,7 @@ from zoo.common.rows import Rows
 
 
 def _serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> bool:
-    # unequal widths (K = 32, E = 16) once ended in an illegal access on an H200, cause unknown; published models have equal ones
+    # unequal widths (K = 32, E = 16) once poisoned an H200, cause unknown: equal ones only, as published models have
     return key_dim == value_dim and key_dim in (16, 32, 64, 128)
 
 

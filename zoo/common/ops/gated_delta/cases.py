@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zoo.common.delta_memory import CHUNK, DeltaMemory
-from zoo.common.ops.cases import Case, Draw, Trial, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -46,13 +45,6 @@ PLACES = {
 }
 
 
-def starts_of(lengths: Sequence[int]) -> list[int]:
-    out = [0]
-    for length in lengths:
-        out.append(out[-1] + length)
-    return out
-
-
 def packed_rows(args: Args) -> Rows:
     return Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args["q_RHK"].device))
 
@@ -81,48 +73,19 @@ def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
 def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = False) -> dict[str, Any]:
     """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (`seen`: after every step)."""
     memory, owned = slots_for(args, place)
-    starts, device = starts_of(args["lengths"]), args["q_RHK"].device
-    out, pushed, seen = torch.full_like(args["v_RVE"], torch.nan), [0] * len(owned), {}
-    for step in plan:
-        live = [n for n, count in enumerate(step) if count]
-        rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
-        index = torch.cat([torch.arange(starts[n] + pushed[n], starts[n] + pushed[n] + step[n]) for n in live]).to(device)
+    out, device = torch.full_like(args["v_RVE"], torch.nan), args["q_RHK"].device
+    seen: dict[tuple[int, int], Any] = {}
+    for live, rows, index in pushes(plan, args["lengths"], device):
         state = memory.view(torch.tensor([owned[n] for n in live], device=device))[0].state
         out[index] = t.op("gated_delta")(*(args[name][index] for name in OPERANDS), state, rows, program=t.program)
-        for n in live:
-            pushed[n] += step[n]
-            if every_step:
-                seen[n, pushed[n]] = memory.written(owned[n], pushed[n])
-    assert pushed == list(args["lengths"]), f"the plan pushes {pushed} rows of {args['lengths']}"
+        if every_step:
+            seen |= {(n, length): memory.written(owned[n], length) for n, length in zip(live, rows.lengths_N.tolist())}
     cached = [memory.written(slot, length) for slot, length in zip(owned, args["lengths"])]
     return {"out": out, "cached": cached, **({"seen": seen} if every_step else {})}
 
 
-class Documents:
-    """Units of whole documents: a row's own history comes along, its neighbours are other documents."""
-
-    def count(self, args: Args) -> int:
-        return len(args["lengths"])
-
-    def outputs(self, args: Args, index: Tensor) -> Tensor:
-        starts = starts_of(args["lengths"])
-        return torch.cat([torch.arange(starts[n], starts[n + 1]) for n in index.tolist()])
-
-    def take(self, args: Args, index: Tensor) -> Args:
-        rows = self.outputs(args, index).to(args["q_RHK"].device)
-        lengths = [args["lengths"][n] for n in index.tolist()]
-        return {**args, **{name: args[name].index_select(0, rows) for name in OPERANDS}, "lengths": lengths}
-
-    def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
-        rows = self.outputs(args, kept).to(args["q_RHK"].device)
-        return {
-            **args,
-            **{n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in OPERANDS},
-        }
-
-
 def _row(t: Trial) -> None:
-    assert_row_law(t.call, t.args, Documents(), seed=t.seed)
+    assert_row_law(t.call, t.args, Documents(*OPERANDS), seed=t.seed)
     # a document cut short keeps its rows
     whole, lengths, starts = t.call(), t.args["lengths"], starts_of(t.args["lengths"])
     cut = [max(1, length - 1 - length // 3) for length in lengths]
