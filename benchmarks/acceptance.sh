@@ -8,7 +8,7 @@ set -uo pipefail
 call=${1:?1, 2 or 3} py=${2:?a python} out=${3:?a folder}
 [[ $call == [123] ]] || { echo "the calls are 1, 2 and 3, not $call" >&2; exit 2; }
 defaults=(0 380 440 500) # 22 minutes in all
-limit=${4:-${defaults[call]:-0}}
+limit=${4:-${defaults[call]}}
 cd "$(dirname "$0")/.."
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

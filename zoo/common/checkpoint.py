@@ -302,6 +302,9 @@ def _shards(folder: Path, index: bytes | None) -> Iterator[Shard]:
     weight_map = parse(folder / INDEX, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} has no weight_map")
+    odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    if odd:
+        raise ValueError(f"{folder / INDEX} names no file for {_some(odd)}")
     files = sorted(set(weight_map.values()))
     outside = [f for f in files if Path(f).name != f]
     if outside:

@@ -55,7 +55,7 @@ def parse(path: Path, content: bytes) -> dict[str, Any]:
     """A JSON object. ValueError naming the file."""
     try:
         fields = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds a {type(fields).__name__}, not an object")

@@ -28,7 +28,7 @@ def model_class(fields: dict[str, Any], role: str = "rl") -> type[Pretrained]:
     kind = fields.get("model_type")
     if kind in _PLANNED:
         raise ValueError(f"model_type {kind!r} is planned but not built yet; there are {', '.join(_CLASSES)}")
-    if kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise ValueError(f"model_type {kind!r} is not supported; there are {', '.join(_CLASSES)}")
     module, stem = _CLASSES[kind].split(":")
     found: type[Pretrained] = vars(importlib.import_module(module))[stem + {"rl": "ForRL", "serving": "ForServing"}[role]]

@@ -84,7 +84,7 @@ def read_shard(path: Path) -> Shard:
     try:
         fields = json.loads(raw)
         tensors = [_stored(name, spec, path, 8 + length) for name, spec in fields.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: the safetensors header is malformed ({error})") from error
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = 8 + length
@@ -101,6 +101,9 @@ def _stored(name: str, spec: dict[str, Any], path: Path, base: int) -> StoredTen
     if spec["dtype"] not in DTYPES:
         raise ValueError(f"{name} has the unknown dtype {spec['dtype']!r}")
     begin, end = spec["data_offsets"]
+    odd = [v for v in (*spec["shape"], begin, end) if not isinstance(v, int) or v < 0]
+    if odd:
+        raise ValueError(f"{name} has {odd[0]!r} in its shape or range, which hold integers of at least 0")
     stored = StoredTensor(name, spec["dtype"], tuple(spec["shape"]), path, base + begin)
     if end - begin != stored.nbytes:
         raise ValueError(f"{name} {stored.dtype} {list(stored.shape)} needs {stored.nbytes} bytes, its range has {end - begin}")

@@ -60,6 +60,10 @@ class Completion:
         names = {f.name for f in fields(cls)}
         if set(values) != names:
             raise ValueError(f"a completion has the fields {sorted(names)}, this one {sorted(values)}")
+        for name in ("log_probs", "filtered_log_probs", "prompt_log_probs"):
+            text = values[name]
+            if not (text is None and name == "prompt_log_probs") and (not isinstance(text, str) or len(text) % 8):
+                raise ValueError(f"{name} must be hexadecimal text of whole FP32 numbers, 8 digits each, not {text!r:.40}")
         record = cls(**values)
         record = replace(
             record,
@@ -77,6 +81,12 @@ class Completion:
         for name in ("log_probs", "filtered_log_probs"):
             if len(getattr(record, name)) != len(record.output_ids):
                 raise ValueError(f"{len(getattr(record, name))} {name} for {len(record.output_ids)} output tokens")
+        tokens, scores = len(record.prompt_ids) + len(record.output_ids), record.prompt_log_probs
+        aborted = record.finish_reason == "abort"
+        if len(record.versions) > tokens or (not aborted and len(record.versions) != tokens - 1):
+            raise ValueError(f"{len(record.versions)} versions for {tokens} tokens; all but the last have a row")
+        if scores is not None and (len(scores) >= len(record.prompt_ids) or not aborted and len(scores) != len(record.prompt_ids) - 1):
+            raise ValueError(f"{len(scores)} prompt_log_probs for {len(record.prompt_ids)} prompt tokens; all but the first have one")
         return record
 
 
