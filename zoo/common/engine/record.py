@@ -85,7 +85,7 @@ class Completion:
         aborted = record.finish_reason == "abort"
         if len(record.versions) > tokens or (not aborted and len(record.versions) != tokens - 1):
             raise ValueError(f"{len(record.versions)} versions for {tokens} tokens; all but the last have a row")
-        if scores is not None and (len(scores) >= len(record.prompt_ids) or not aborted and len(scores) != len(record.prompt_ids) - 1):
+        if scores is not None and (len(scores) >= len(record.prompt_ids) or (not aborted and len(scores) != len(record.prompt_ids) - 1)):
             raise ValueError(f"{len(scores)} prompt_log_probs for {len(record.prompt_ids)} prompt tokens; all but the first have one")
         return record
 
