@@ -76,7 +76,9 @@ def _short(value: Any) -> Any:
 
 
 def about(device: torch.device, smoke: bool) -> dict[str, Any]:
-    """Device, versions and date of a run, on every row."""
+    """Device, versions and date of a run, on every row. ValueError for a CUDA device where there is none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU here; --device cpu --smoke proves the plumbing")
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     for package in PACKAGES:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import common, engines, models, ops, rivals, sglang
+from benchmarks.work import Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, UNALIGNED_CUDA, resolve
@@ -102,7 +103,7 @@ def test_every_op_is_one_of_ours() -> None:
 @pytest.mark.parametrize("name", ["linear", "experts", "attention", "gated_delta"])
 def test_an_op_gives_whole_rows(name: str) -> None:
     torch.manual_seed(0)
-    place = ops.Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True)
+    place = Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True)
     work = next(ops.OPS[name](place, 3))
     row = ops.measure(work, FakeTimer(), ALIGNED)
     assert {
@@ -124,15 +125,15 @@ def test_an_op_gives_whole_rows(name: str) -> None:
     assert name in ops.lines([row])
 
 
-def _broken(work: ops.Work) -> ops.Work:
+def _broken(work: Work) -> Work:
     def law() -> None:
         raise LawBroken("planted")
 
-    return ops.Work(**{**vars(work), "law": law})
+    return Work(**{**vars(work), "law": law})
 
 
 def test_a_red_law_takes_the_ratio_away() -> None:
-    place = ops.Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True)
+    place = Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True)
     work = next(ops.OPS["attention"](place, 3))  # SDPA runs on the CPU too
     assert ops.measure(work, FakeTimer(), ALIGNED)["ratio"] == 0.5
     row = ops.measure(_broken(work), FakeTimer(), ALIGNED)
@@ -141,23 +142,27 @@ def test_a_red_law_takes_the_ratio_away() -> None:
 
 def test_the_quick_row_law_sees_a_sum_that_depends_on_the_batch() -> None:
     x = torch.randn(9, 5)
-    ops.subset_law(lambda: x * 2, lambda i: x[i] * 2, 9, x.device)()
+    subset_law(lambda: x * 2, lambda i: x[i] * 2, 9, x.device)()
     with pytest.raises(LawBroken):
-        ops.subset_law(lambda: x + x.sum(), lambda i: x[i] + x[i].sum(), 9, x.device)()
+        subset_law(lambda: x + x.sum(), lambda i: x[i] + x[i].sum(), 9, x.device)()
+    one = x[:1]  # of one row only a larger batch says anything
+    subset_law(lambda: one * 2, lambda i: one[i] * 2, 1, x.device)()
+    with pytest.raises(LawBroken, match="1 rows inside 129"):
+        subset_law(lambda: one + one.sum(), lambda i: one[i] + one[i].sum(), 1, x.device)()
 
 
 def test_a_rival_that_fails_is_named_and_left_out() -> None:
     def fails(i: int) -> Any:
         raise ImportError("no such library\nat all")
 
-    work = ops.Work("linear", "any", 1, {"aligned": lambda i: torch.ones(2)}, {"lost": fails}, 1.0, 1.0)
+    work = Work("linear", "any", 1, {"aligned": lambda i: torch.ones(2)}, {"lost": fails}, 1.0, 1.0, lambda: None)
     row = ops.measure(work, FakeTimer(), ALIGNED)
     assert row["rival"] is None and row["failed"] == {"lost": "ImportError: no such library"}
 
 
 def test_a_provider_with_other_bytes_is_red() -> None:
     ours = {"aligned": lambda i: torch.ones(2), "other": lambda i: torch.full((2,), 1.0000001)}
-    row = ops.measure(ops.Work("linear", "any", 1, ours, {}, 1.0, 1.0), FakeTimer(), ALIGNED)
+    row = ops.measure(Work("linear", "any", 1, ours, {}, 1.0, 1.0, lambda: None), FakeTimer(), ALIGNED)
     assert row["bytes"].startswith("red: other against aligned")
 
 
@@ -166,6 +171,14 @@ def test_ops_smoke_runs_and_is_labelled(capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "smoke run: these times mean nothing" in out and "qwen3-8b o" in out and "qkv" not in out
     assert ops.main(["linear", "--device", "cpu"]) == 2 and ops.main(["nonsense"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("main", [lambda: ops.main([], FakeTimer()), lambda: models.main(["qwen3"])], ids=["ops", "models"])
+def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("--device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from weights_tools.inspect import wide_console
 from zoo.common.checkpoint import Checkpoint
+from zoo.testing import as_integers, ulp_distance
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`elements` of `count` differ in their bytes; max_ulp is the largest distance in representable numbers (floats only)."""
+    """`elements` of `count` differ in their bytes; max_ulp is the largest distance of finite floats in representable numbers."""
 
     name: str
     reason: str
@@ -58,17 +59,9 @@ def show(a: str, b: str, console: Console | None = None) -> bool:
 
 
 def _between(name: str, x: Tensor, y: Tensor) -> Difference | None:
-    bits_x, bits_y = (t.view(_INTEGERS[t.element_size()]) for t in (x, y))
-    elements = int((bits_x != bits_y).sum())
+    differing = as_integers(x) != as_integers(y)
+    elements = int(differing.sum())
     if not elements:
         return None
-    ulp = None
-    if x.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        ulp = int((_ordered(bits_x) - _ordered(bits_y)).abs().max())
-    return Difference(name, "bytes", elements, x.numel(), ulp)
-
-
-def _ordered(bits: Tensor) -> Tensor:
-    """Sign and magnitude as an integer that counts representable numbers from zero."""
-    magnitude = bits.to(torch.int64) & torch.iinfo(bits.dtype).max
-    return torch.where(bits < 0, -magnitude, magnitude)
+    ulp = int(ulp_distance(x[differing], y[differing]).max()) if x.dtype in _FLOATS else -1
+    return Difference(name, "bytes", elements, x.numel(), None if ulp < 0 else ulp)

@@ -129,3 +129,19 @@ def test_backward_is_the_loop(lengths: list[int]) -> None:
     zero = backward.gated_delta_backward(grad, None, *operands[2:])
     with pytest.raises(AssertionError):
         torch.testing.assert_close(zero[2], wanted[2], rtol=1e-4, atol=1e-5)  # control: without the final state's gradient
+
+
+def test_the_plan_is_laid_out_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of every layer share it; other rows, or the same ones after `launch.clear()`, get their own."""
+    laid_out: list[Rows] = []
+    lay_out = kernels._lay_out
+    monkeypatch.setattr(kernels, "_lay_out", lambda rows: laid_out.append(rows) or lay_out(rows))
+    args = made([70, 5])
+    rows, operands = packed_rows(args["lengths"], "cpu"), [args[name] for name in OPERANDS]
+    first, second = (kernels.gated_delta(*operands, None, rows) for _ in range(2))
+    kernels_backward.gated_delta_backward(torch.ones_like(first[0]), None, *operands, None, rows)
+    assert len(laid_out) == 1 and torch.equal(first[0], second[0])
+    rows.launch.clear()
+    assert torch.equal(kernels.plan(rows)[0], lay_out(rows)[0]) and len(laid_out) == 2
+    kernels.plan(Rows.packed(torch.tensor([0, 5, 75])))
+    assert len(laid_out) == 3

@@ -152,7 +152,9 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, added: bool, offse
 
 def test_rms_norm_keeps_the_sign_of_a_zero() -> None:
     x, weight = torch.randn(2, 64).to(BF16), torch.full((64,), -0.0, dtype=BF16)
-    assert same(norm_kernels.rms_norm(x, None, weight, 1e-6, 0.0)[0], norm_reference.rms_norm(x, None, weight, 1e-6, 0.0)[0])
+    got = norm_kernels.rms_norm(x, None, weight, 1e-6, 0.0)[0]
+    assert same(got, norm_reference.rms_norm(x, None, weight, 1e-6, 0.0)[0])
+    assert torch.equal(got.signbit(), ~x.signbit()) and not same(got, got.abs())  # the control: zeros without their signs
 
 
 @pytest.mark.parametrize("shape", [(70, 64), (3, 3000), (5, 3, 128)], ids=str)

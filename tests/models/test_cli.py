@@ -20,7 +20,8 @@ from zoo.cli import main
 from zoo.common import ops
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear
-from zoo.verify.audit import audit, findings_in
+from zoo.common.program import DECISIONS
+from zoo.verify.audit import COMMON, FILES, audit, findings_in
 from zoo.verify.run import lengths_of, rungs_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +170,9 @@ def test_map(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {"experts", "combine", "route", "log_prob"} <= set(contracts)
     words = ("shapes", "rounds", "adds", "laws", "backward", "launch")
     assert all(contract[word] for contract in contracts.values() for word in words)
-    assert "K ascending in one FP32 accumulator" in capsys.readouterr().out
+    assert [set(decision) for decision in fields["decisions"]] == [{"question", "answer", "evidence"}] * len(DECISIONS)
+    said = capsys.readouterr().out
+    assert "K ascending in one FP32 accumulator" in said and "FP8 class" in said and "DeepGEMM's own order" in said
 
 
 def test_qualify_on_a_cpu_has_nothing_to_admit(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +192,8 @@ def test_generate(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
 def test_audit_of_the_package(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli("audit")
     files, found = audit()
+    folder = ROOT / "zoo"
+    assert all(list((folder / "common").glob(pattern)) for pattern in COMMON) and all(list(folder.glob(p)) for p in FILES)
     assert files > 8 and code == bool(found), found
     assert f"{files} files scanned" in capsys.readouterr().out
 

@@ -28,12 +28,13 @@ from engine_harness import (
     trained,
     twins,
 )
+from safetensors.torch import load_file, save_file
 
 from weights_tools.make_tiny import make_tiny
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Completion, Engine, check_draws
 from zoo.common.engine.pages import Key, Node, PagePool
 from zoo.common.engine.runner import Runner, batch_bucket
-from zoo.common.engine.scheduler import Request
+from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.generate import generate_command
 from zoo.common.memory import PagedMemory
 from zoo.common.ops import CONTRACTS, watch
@@ -352,6 +353,126 @@ def test_weights_written_behind_the_engine_are_noticed() -> None:
     assert served.run()[0].output_versions[-1] == served.version == served.model.weights_version
 
 
+def test_weights_replaced_behind_the_engine_are_noticed() -> None:
+    def norm(model: Qwen3ForServing) -> None:
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2, requires_grad=False)
+
+    def assigned(model: Qwen3ForServing) -> None:
+        model.load_state_dict(serving("dense", seed=2).state_dict(), assign=True)
+
+    def data(model: Qwen3ForServing) -> None:
+        model.model.norm.weight.data = model.model.norm.weight.data * 2
+
+    def layer(model: Qwen3ForServing) -> None:
+        model.model.layers[1] = serving("dense", seed=2).model.layers[1]
+
+    for write in (norm, assigned, data, layer):
+        served = Engine(serving("dense"), pages=24, page_size=16)
+        first, runner = served.version, served.runner
+        served.update_weights([])
+        assert served.version == first and served.runner is runner
+        write(served.model)
+        served.add(*REQUESTS[4])
+        with pytest.raises(ValueError, match="written since version"):
+            served.step()
+        assert served.update_weights([]) == served.model.weights_version != first
+        assert served.runner is not runner  # its graphs would read the weights that were there
+        (record,) = served.run()
+        alone = Engine(served.model, pages=24, page_size=64, prefix_cache=False).generate(*zip(REQUESTS[4]))[0]
+        assert numbers(record) == numbers(alone) != baseline("dense")[4]
+
+
+def test_an_update_that_breaks_off_is_not_taken_for_done() -> None:
+    served = Engine(serving("dense"), pages=24, page_size=16)
+    served.add(*REQUESTS[4])
+    fingerprint = served.model.fingerprint
+    served.model.fingerprint = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        served.update_weights(other_weights())
+    served.model.fingerprint = fingerprint  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="written since version"):
+        served.step()
+
+
+def test_weights_whose_writes_are_not_counted_are_refused() -> None:
+    with torch.inference_mode():
+        uncounted = serving("dense")
+    with pytest.raises(ValueError, match=r"was made under torch.inference_mode\(\)"):
+        Engine(uncounted, pages=4)
+    with pytest.raises(ValueError, match="wants gradients"):
+        Engine(serving("dense").requires_grad_(True), pages=4)
+    with pytest.raises(ValueError, match="takes a ForServing model, not Qwen3ForRL"):
+        Engine(twins("dense")[0], pages=4)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_rounded_as_at_a_load(tmp_path: Path) -> None:
+    serving("dense", seed=2).save_pretrained(tmp_path / "wide")
+    file = tmp_path / "wide" / "model.safetensors"
+    stored = load_file(file)
+    noise = {name: t.float() * (1.006) for name, t in stored.items()}  # so that rounding has something to do
+    save_file(noise, file, metadata={"format": "pt"})
+    served = Engine(serving("dense"), pages=24, page_size=16)
+    with pytest.raises(ValueError, match="tensors of a wrong dtype.*dtype=torch.bfloat16 rounds"):
+        served.update_weights(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"dtype=torch.float32 for a model whose weights are torch.bfloat16"):
+        served.update_weights(tmp_path / "wide", dtype=torch.float32)
+    with pytest.raises(ValueError, match="tensors are taken as they are"):
+        served.update_weights([], dtype=torch.bfloat16)
+    loaded = Qwen3ForServing.from_pretrained(tmp_path / "wide", dtype=torch.bfloat16, device="cpu")
+    assert served.update_weights(tmp_path / "wide", dtype=torch.bfloat16) == loaded.weights_version
+    assert loaded.weights_version != serving("dense", seed=2).weights_version
+
+
+# steps that break off
+
+
+@pytest.mark.parametrize("at", range(1, 40, 2))
+def test_a_step_that_breaks_off_leaves_no_trace(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is: among the layers, pages, cache or records."""
+    served, left = engine(chunk_rows=40), [at]
+
+    def breaking(name: str, owner: Any) -> None:
+        call = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    scheduler, pool = ("_start", "advance", "release", "schedule"), ("take", "insert", "hold", "release")
+    for owner, names in ((Scheduler, scheduler), (PagePool, pool), (Runner, ("push",)), (Request, ("mark", "finish_reason"))):
+        for name in names:
+            breaking(name, owner)
+    ids, done, broken = [served.add(*request) for request in REQUESTS], [], 0
+    while served.busy:
+        poison(served)
+        try:
+            done += served.step()
+        except KeyboardInterrupt:
+            broken += 1
+            assert not served.scheduler.running and not served.scheduler.pool.nodes
+        check_pages(served)
+    assert broken == 1
+    records = {record.request_id: record for record in done}
+    assert [numbers(records[request_id]) for request_id in ids] == baseline("dense")
+
+
+def test_a_generate_that_fails_leaves_nothing_queued() -> None:
+    served = engine()
+    foreign = served.add(*REQUESTS[1])
+    hook = served.model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        served.generate(*zip(*REQUESTS))
+    hook.remove()
+    assert list(served._requests) == [foreign] and not served._finished
+    assert [numbers(record) for record in served.generate(*zip(*REQUESTS))] == baseline("dense")
+    assert [numbers(record) for record in served.run()] == baseline("dense")[1:2]
+
+
 def test_released_memory_comes_back() -> None:
     served = engine()
     served.add(*REQUESTS[4])
@@ -360,8 +481,12 @@ def test_released_memory_comes_back() -> None:
     assert served.scheduler.memory.pages == 2
     with pytest.raises(ValueError, match="resume_memory"):
         served.step()
+    served.add(*REQUESTS[2])  # of 5 pages, where there is 1 now
+    with pytest.raises(ValueError, match="needs 26 pages of 16 tokens, there are 23"):
+        served.add([1] * 400, SamplingParams(max_new_tokens=2))
     served.resume_memory()
-    assert numbers(served.run()[0]) == baseline("dense")[4]
+    by_order = sorted(served.run(), key=lambda record: int(record.request_id))
+    assert [numbers(record) for record in by_order] == [baseline("dense")[4], baseline("dense")[2]]
 
 
 # a memory with per-sequence state
@@ -452,6 +577,18 @@ def test_bad_requests_change_nothing() -> None:
         (lambda: small.add([1] * 4000, SamplingParams(max_new_tokens=97)), "4000 prompt tokens and 97 .* table of 4096"),
         (lambda: small.add([1] * 40, SamplingParams(max_new_tokens=10)), "needs 4 pages of 16 tokens, there are 3"),
         (lambda: small.add([1], {"temperature": 1.0}), "must be SamplingParams, not dict"),  # type: ignore[arg-type]
+        (lambda: small.generate([1, 2, 3]), "a prompt must be a sequence of token ids, not 1"),  # type: ignore[list-item]
+        (lambda: small.generate(5), "prompts must be a sequence of prompts"),  # type: ignore[arg-type]
+        (lambda: small.generate("text"), "prompts must be a sequence of prompts"),  # type: ignore[arg-type]
+        (lambda: small.generate(torch.tensor([1, 2])), "not a tensor of shape"),  # type: ignore[arg-type]
+        (lambda: small.add("text"), "a prompt must be a sequence of token ids, not 'text'"),  # type: ignore[arg-type]
+        (lambda: small.add(None), "a sequence of token ids, not None"),  # type: ignore[arg-type]
+        (lambda: small.add([1.0]), "token ids are integers, not 1.0"),  # type: ignore[list-item]
+        (lambda: small.add([True]), "token ids are integers, not True"),
+        (lambda: small.add(torch.tensor([1.0])), "token ids are integers, not 1.0"),
+        (lambda: small.add(torch.tensor([[1, 2]])), r"one row of token ids, not a tensor of shape \[1, 2\]"),
+        (lambda: small.add([[1, 2]]), r"token ids are integers, not \[1, 2\]"),  # type: ignore[list-item]
+        (lambda: small.add([1], None, 5), "request_id must be text, not 5"),  # type: ignore[arg-type]
         (lambda: small.generate([[1], []], SamplingParams(max_new_tokens=2)), "prompt is empty"),
         (lambda: small.generate([[1], [2]], [SamplingParams()]), "1 sampling parameters for 2 prompts"),
         (lambda: small.abort("7"), "no request '7'"),
@@ -468,6 +605,8 @@ def test_bad_requests_change_nothing() -> None:
     for options, message in (
         ({"max_batch": 0}, "max_batch must be at least 1, not 0"),
         ({"graphs": True}, "needs a CUDA device"),
+        ({"pages": 2.5}, "pages must be an integer, not 2.5"),
+        ({"page_size": True}, "page_size must be an integer, not True"),
     ):
         with pytest.raises(ValueError, match=message):
             engine(**options)
@@ -499,15 +638,42 @@ def test_records_survive_json() -> None:
     record = engine().generate([STEM], SamplingParams(temperature=0.3, top_k=5, max_new_tokens=4), prompt_log_probs=True)[0]
     values = json.loads(json.dumps(record.to_dict()))
     assert Completion.from_dict(values) == record
-    odd = replace(record, log_probs=(-0.0, float("-inf"), float("nan"), 1e-45), filtered_log_probs=(0.0,) * 4)
+    odd = replace(record, log_probs=(-0.0, float("-inf"), float("nan"), -1e-45), filtered_log_probs=(0.0,) * 4)
     assert Completion.from_dict(odd.to_dict()).to_dict() == odd.to_dict() != replace(odd, log_probs=(0.0,) * 4).to_dict()
     for change, message in (
         ({"extra": 1}, "extra"),
         ({"log_probs": "00000000"}, "1 log_probs for 4"),
         ({"finish_reason": "x"}, "'x'"),
+        ({"log_probs": "0000803f" * 4}, "log_probs holds 1.0"),
+        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0, not 1.5"),
+        ({"prompt_ids": ["x"] * 48}, "prompt_ids must be a list of integers"),
+        ({"prompt_ids": 5}, "prompt_ids must be a list of integers"),
+        ({"exact": "no"}, "exact must be True or False, not 'no'"),
+        ({"sampling": None}, "sampling must be a dictionary, not None"),
+        ({"fingerprint": None}, "fingerprint must be a dictionary, not None"),
+        ({"versions": [["0" * 32, 51]]}, "the last row is of 0{32}, the fingerprint of"),
+        ({"versions": [[values["versions"][0][0], -3]]}, "versions must be runs"),
+        ({"versions": "x"}, "versions must be runs"),
     ):
         with pytest.raises(ValueError, match=message):
             Completion.from_dict({**values, **change})
+
+
+def test_a_record_is_drawn_again() -> None:
+    trainer = twins("dense")[0]
+    for values in baseline("dense"):
+        record = Completion.from_dict({**values, "request_id": "0"})
+        check_draws(trainer, record)
+        with torch.autocast("cpu", torch.bfloat16):
+            check_draws(trainer, record)
+    seeded = Completion.from_dict({**baseline("dense")[0], "request_id": "0"})
+    other = replace(seeded, sampling=replace(seeded.sampling, seed=99))
+    assert scored(trainer, other, other.sampling) == other.filtered_log_probs  # which a score does not see
+    bit = tuple(torch.nextafter(torch.tensor(seeded.log_probs), torch.tensor(-100.0)).tolist())
+    swapped = (*seeded.output_ids[:-1], seeded.output_ids[-1] ^ 1)
+    for wrong in (other, replace(seeded, log_probs=bit), replace(seeded, output_ids=swapped)):
+        with pytest.raises(ValueError, match="output token . of 0 is .*, drawn again it is"):
+            check_draws(trainer, wrong)
 
 
 def test_a_prompt_token_matters() -> None:

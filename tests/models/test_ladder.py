@@ -250,11 +250,32 @@ def test_a_record_that_was_touched_is_caught() -> None:
         verdicts = [not tally.differing for _, tally, _ in live.compare(completions, changed, subject.vocabulary)]
         assert verdicts == [False, True, True]
         foreign = replace(first, fingerprint=replace(first.fingerprint, weights="0" * 32))
+        with pytest.raises(ValueError, match="the trainer refuses the records: the last row is of .*, the fingerprint of 0000"):
+            scorer.score([foreign])
+        foreign = replace(foreign, versions=("0" * 32,) * len(first.versions))
         with pytest.raises(ValueError, match="the trainer refuses the records: .*weights"):
             scorer.score([foreign])
         mixed = replace(first, versions=("0" * 32, *first.versions[1:]))
         with pytest.raises(ValueError, match="mixes weights"):
             scorer.score([mixed])
+
+
+def test_what_one_side_lacks_is_an_error() -> None:
+    """Entropies or states that only one side has would pass without a comparison."""
+    log_prob = torch.tensor([-1.0, -2.0])
+    plain = ways.Seen(0, 0, log_prob, {})
+    whole = replace(plain, entropy_T=log_prob, slot=lambda length: {"delta_k.0": torch.full((3,), float(length))})
+    tally = Tally()
+    tally.seen(whole, whole, entropy=True)
+    assert tally.compared == 2 + 2 + 3
+    with pytest.raises(ValueError, match="document 0: the other side has no entropies"):
+        Tally().seen(whole, replace(whole, entropy_T=None), entropy=True)
+    with pytest.raises(ValueError, match="document 0: the reference has no entropies"):
+        Tally().seen(plain, whole, entropy=True)
+    with pytest.raises(ValueError, match="the other side has no states"):
+        Tally().seen(whole, plain, entropy=False)
+    with pytest.raises(ValueError, match="the reference has no states"):
+        Tally().seen(plain, whole, entropy=False)
 
 
 def test_bad_subjects() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import torch
 from engine_harness import numbers, scored, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Completion, Engine, check_draws
 from zoo.common.engine.pages import Key, PagePool
 from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
 from zoo.common.sampling import SamplingParams
@@ -126,10 +129,23 @@ def test_no_schedule_moves_a_byte(kind: str, options: dict[str, Any]) -> None:
 
 
 def test_slot_order_moves_no_byte() -> None:
+    order = random.Random(0)
     shuffled = engine(chunk_rows=13)
-    random.shuffle(shuffled.scheduler.pool.free_slots)
-    random.shuffle(shuffled.scheduler.pool.free)
+    for free in (shuffled.scheduler.pool.free_slots, shuffled.scheduler.pool.free):
+        before = list(free)
+        order.shuffle(free)
+        assert list(free) != before
     assert generate(shuffled) == baseline("dense")
+    swapped, table = engine(chunk_rows=13), HybridMemory.table  # the control: slots that are read in another order than written
+    memory = swapped.scheduler.memory
+    turns = itertools.count()
+
+    def turned(pages: Any, slots: Any, blocks: int) -> Any:
+        slots = list(slots)
+        return table(memory, pages, slots[::-1] if next(turns) % 2 else slots, blocks)
+
+    memory.table = turned  # type: ignore[method-assign]
+    assert generate(swapped) != baseline("dense")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -364,6 +380,62 @@ def test_preempted_is_uninterrupted(kind: str, cached: bool) -> None:
     assert interrupted.stats.preemptions >= 2
     records = {record.request_id: numbers(record) for record in done}
     assert [records[request_id] for request_id in ids] == baseline(kind)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", (Broken, KeyboardInterrupt))
+@pytest.mark.parametrize("at", (1, 2, 4, 6))
+def test_a_step_that_breaks_off_leaves_no_trace(kind: str, error: type[BaseException], at: int) -> None:
+    """The first layer has written its slots by then; nothing of that is read, then or by a later request."""
+    served, left = engine(kind, chunk_rows=50), [at]
+
+    def hook(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+
+    handle = served.model.model.layers[-1].register_forward_pre_hook(hook)
+    ids, done = [served.add(*request) for request in REQUESTS], []
+    with pytest.raises(error):
+        while True:
+            done += served.step()
+    handle.remove()
+    pool = served.scheduler.pool
+    assert not served.scheduler.running and not pool.nodes and not pool.snapshots and len(pool.free_slots) == pool.slots
+    done += drive(served)
+    records = {record.request_id: numbers(record) for record in done}
+    assert [records[request_id] for request_id in ids] == baseline(kind)
+    before = served.stats.reused_rows
+    assert generate(served) == baseline(kind)
+    assert served.stats.reused_rows > before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_from_a_checkpoint_that_stores_narrow(tmp_path: Path, kind: str) -> None:
+    """A_log, dt_bias and the gated norm may be stored in BF16: an update takes what a load takes, to the same bytes."""
+    Qwen35ForServing.from_config(CONFIGS[kind], seed=2, device="cpu").save_pretrained(tmp_path / "next")
+    file = tmp_path / "next" / "model.safetensors"
+    stored = load_file(file)
+    assert any(t.dtype == torch.float32 for t in stored.values())
+    save_file({name: t.bfloat16() for name, t in stored.items()}, file, metadata={"format": "pt"})
+    served = Engine(Qwen35ForServing.from_config(CONFIGS[kind], seed=1, device="cpu"), pages=60, page_size=16)
+    loaded = Qwen35ForServing.from_pretrained(tmp_path / "next", device="cpu")
+    assert served.update_weights(tmp_path / "next") == loaded.weights_version != twins(kind)[1].weights_version
+    fresh = Engine(loaded, pages=60, page_size=16)
+    assert [numbers(r) for r in served.generate(*zip(*REQUESTS))] == [numbers(r) for r in fresh.generate(*zip(*REQUESTS))]
+
+
+def test_a_record_is_drawn_again() -> None:
+    trainer = twins("dense")[0]
+    for values in baseline("dense"):
+        check_draws(trainer, Completion.from_dict({**values, "request_id": "0"}))
+    record = Completion.from_dict({**baseline("dense")[0], "request_id": "0"})
+    with pytest.raises(ValueError, match="drawn again"):
+        check_draws(trainer, replace(record, sampling=replace(record.sampling, seed=7)))
 
 
 class TwoSlots(Qwen35ForServing):

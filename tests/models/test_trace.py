@@ -14,7 +14,7 @@ import torch
 from tests.models import planted
 from zoo.common.serving import ForServing
 from zoo.verify import ways
-from zoo.verify.calls import Call
+from zoo.verify.calls import Call, outputs_of
 from zoo.verify.shrink import reproduction
 from zoo.verify.subject import Subject, build
 from zoo.verify.trace import Divergence, Key, Tap, Tracer, first_divergence, row_checksums
@@ -157,6 +157,9 @@ def test_a_call_cut_to_one_row_gives_that_rows_bytes(subject: Subject) -> None:
         again = Call(small.contract, small.function, small.arguments, small.function(**small.arguments))
         for (name, a), (_, b) in zip(again.outputs(), call.outputs(), strict=True):
             assert torch.equal(a[-1], b[57]), f"{call.name} {name}"
+        other = call.at_row(58, 293)  # the control: the next row's operands
+        pairs = zip(outputs_of(other.function(**other.arguments)), call.outputs(), strict=True)
+        assert any(not torch.equal(a[-1], b[57]) for (_, a), (_, b) in pairs), call.name
 
 
 class TestRecurrent:

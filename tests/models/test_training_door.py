@@ -72,6 +72,31 @@ BAD: dict[str, tuple[Callable[[Qwen3ForRL], Any], str]] = {
         lambda m: m(PADDED, attention_mask=torch.tensor([[1] * 6, [0] * 6])),
         "sequence 1 of the batch has no token",
     ),
+    "float ids": (lambda m: m.score(IDS.float(), STARTS), "input_ids must be an int32 or int64 tensor, not torch.float32"),
+    "bool ids": (lambda m: m(PADDED.bool()), "input_ids must be an int32 or int64 tensor, not torch.bool"),
+    "byte ids": (lambda m: m.score(IDS.to(torch.uint8), STARTS), "input_ids must be an int32 or int64 tensor, not torch.uint8"),
+    "a list of ids": (lambda m: m.score(IDS.tolist(), STARTS), "input_ids must be an int32 or int64 tensor, not list"),
+    "float targets": (lambda m: m.score(IDS, STARTS, IDS.double()), "target_ids must be an int32 or int64 tensor, not torch.float64"),
+    "float labels": (lambda m: m(PADDED, labels=PADDED.half()), "labels must be an int32 or int64 tensor, not torch.float16"),
+    "float bounds": (lambda m: m.score(IDS, torch.tensor([0, 4.9, 10])), "cu_seqlens must be an int32 or int64 tensor, not torch.float32"),
+    "a list of bounds": (lambda m: m.score(IDS, [0, 4, 10]), "cu_seqlens must be an int32 or int64 tensor, not list"),
+    "bounds of two dims": (lambda m: m.score(IDS, STARTS[None]), r"cu_seqlens must be \[N \+ 1\], not \[1, 3\]"),
+    "additive mask": (
+        lambda m: m(PADDED, attention_mask=torch.tensor([[0.0, -1e9, 0, 0, 0, 0], [0.0] * 6])),
+        "attention_mask holds 0 .padding. and 1 .a token. only, not -1000000000.0",
+    ),
+    "mask of NaN": (lambda m: m(PADDED, attention_mask=torch.full((2, 6), torch.nan)), "only, not nan"),
+    "no items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=0), "num_items_in_batch must be above 0, it is 0"),
+    "no items, a tensor": (
+        lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor(0)),
+        "num_items_in_batch must be above 0, it is 0",
+    ),
+    "checkpointing settings": (
+        lambda m: m.gradient_checkpointing_enable({"use_reentrant": True}),
+        "has the setting use_reentrant=False only, not {'use_reentrant': True}",
+    ),
+    "unknown checkpointing settings": (lambda m: m.gradient_checkpointing_enable({"offload": 1}), "not {'offload': 1}"),
+    "a dict of sampling": (lambda m: m.score(IDS, STARTS, sampling={"top_p": 0.5}), "sampling must be SamplingParams, .* not dict"),
     "sampling count": (
         lambda m: m.score(IDS, STARTS, sampling=[SamplingParams()] * 3),
         "3 sampling parameters for 2 documents",
@@ -99,6 +124,13 @@ def test_what_lies_at_the_limit_is_taken(model: Qwen3ForRL) -> None:
     assert model.score(IDS, STARTS, top_k=300).top_ids_RK.shape == (10, 300)
     assert model(IDS, cu_seqlens=STARTS, labels=torch.full_like(IDS, -100), num_items_in_batch=1).loss.item() == 0.0
     assert model.score(IDS, STARTS.int()).shape == (10,)
+    masks = [torch.tensor([[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]).to(kind) for kind in (torch.int64, torch.bool, torch.float32)]
+    first, *others = (model(PADDED, attention_mask=mask).hidden_states for mask in masks)
+    assert_same_bytes([*others], [first, first])
+    narrow = IDS.int()
+    assert_same_bytes(model.score(narrow, STARTS, narrow), model.score(IDS, STARTS, IDS))
+    loss = model(narrow, cu_seqlens=STARTS, labels=narrow).loss
+    assert_same_bytes(loss, model(IDS, cu_seqlens=STARTS, labels=IDS, num_items_in_batch=torch.tensor(8)).loss)
 
 
 def test_top_log_probs_follow_the_temperature(model: Qwen3ForRL) -> None:

@@ -152,6 +152,12 @@ def test_helpers_catch_bare_faults() -> None:
     assert_shard_law(lambda degree: torch.cat([part * 2 for part in x.tensor_split(degree)]), (1, 2, 4))
     with pytest.raises(LawBroken, match="shard law: degree 2 against degree 1"):
         assert_shard_law(lambda degree: x / degree, (1, 2))
+    with pytest.raises(ValueError, match=r"shard law: 1 of its variants differ \(degree 1\), it takes 2"):
+        assert_shard_law(lambda degree: x, (1,))
+    with pytest.raises(ValueError, match="split law: 1 of its variants differ"):
+        assert_split_law(lambda plan: x, split_plans([1]))
+    with pytest.raises(ValueError, match="place law: 1 of its variants differ"):
+        assert_place_law(lambda place: x, {"alone": Place()})
     assert_split_law(lambda plan: x, split_plans([3]))
     with pytest.raises(LawBroken, match="split law: a row at a time against whole"):
         assert_split_law(lambda plan: x * len(plan), split_plans([3]))

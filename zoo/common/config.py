@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import torch
+
 _MISSING = object()
+NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs that move no byte
+MOST = 1 << 24  # FP32 holds every integer up to here, and so every position of a RoPE table
+LAYERS = 1024
 
 # fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry
 IGNORED = frozenset({
@@ -29,18 +35,20 @@ class FieldReader:
             raise ValueError(f"{self.family}: config.json has no {name!r}")
         return value
 
-    def integer(self, name: str) -> int:
+    def integer(self, name: str, most: int = MOST) -> int:
         value = self.raw(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{self.family}: {name} must be an integer of at least 1, it is {value!r}")
+        if value > most:
+            raise ValueError(f"{self.family}: {name} must be at most {most}, it is {value:.6g}")
         return value
 
     def number(self, name: str) -> float:
         return self._positive(name, self.raw(name))
 
     def _positive(self, name: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= torch.finfo(torch.float32).max:
+            raise ValueError(f"{self.family}: {name} must be a number above 0 that FP32 holds, it is {value!r:.40}")
         return float(value)
 
     def boolean(self, name: str) -> bool:
@@ -49,12 +57,14 @@ class FieldReader:
             raise ValueError(f"{self.family}: {name} must be true or false, it is {value!r}")
         return value
 
-    def tokens(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+    def tokens(self, name: str, vocabulary: int) -> tuple[int, ...]:
+        """A token id of the vocabulary, a list of them, or nothing."""
         value = self.raw(name, None)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
             raise ValueError(f"{self.family}: {name} must be token ids of at least 0, it is {value!r}")
+        if max(ids, default=0) >= vocabulary:
+            raise ValueError(f"{self.family}: {name} {max(ids)} is outside the vocabulary of {vocabulary}")
         return tuple(ids)
 
     def one_of(self, name: str, *values: Any) -> Any:
@@ -71,33 +81,45 @@ class FieldReader:
 
     def rope_theta(self) -> float:
         """Old configs have rope_theta, newer ones rope_parameters; scaled variants are refused."""
-        parameters = self.raw("rope_parameters", None) or {}
-        scaling = self.raw("rope_scaling", None)
-        kind = parameters.get("rope_type", "default")
-        if kind != "default" or scaling is not None:
-            raise ValueError(f"{self.family}: rope type {scaling or kind!r} is not supported, only 'default'")
-        return self._positive("rope_theta", self.raw("rope_theta", parameters.get("rope_theta")))
+        return self._rope("rope_theta")[0]
 
     def partial_rope(self, head_dim: int) -> tuple[float, int]:
         """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
-        parameters = self.raw("rope_parameters", None) or {}
-        if not isinstance(parameters, dict):
-            raise ValueError(f"{self.family}: rope_parameters must be an object, it is {parameters!r}")
-        known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-        flat = {n: self.raw(n, None) for n in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
-        kind = parameters.get("rope_type", "default")
-        if kind != "default" or flat["rope_scaling"] is not None:
-            raise ValueError(f"{self.family}: rope type {flat['rope_scaling'] or kind!r} is not supported, only 'default'")
-        if set(parameters) - known:
-            raise ValueError(f"{self.family}: rope_parameters has unknown fields {', '.join(sorted(set(parameters) - known))}")
-        names = ("rope_theta", "partial_rotary_factor")
-        theta, part = (self._positive(name, parameters.get(name, flat[name])) for name in names)
+        theta, part = self._rope("rope_theta", "partial_rotary_factor", ignored=("mrope_section", "mrope_interleaved"))
         rotated = int(head_dim * part)
-        if rotated % 2 or rotated > head_dim:
+        if rotated % 2 or not 0 < rotated <= head_dim:
             raise ValueError(f"{self.family}: partial_rotary_factor {part} of head_dim {head_dim} is not an even part of a head")
         return theta, rotated
+
+    def _rope(self, *names: str, ignored: tuple[str, ...] = ()) -> list[float]:
+        """Positive numbers that stand beside the other fields, in rope_parameters, or in both with one value."""
+        parameters, scaling = self.raw("rope_parameters", None), self.raw("rope_scaling", None)
+        parameters = {} if parameters is None else parameters
+        if not isinstance(parameters, dict):
+            raise ValueError(f"{self.family}: rope_parameters must be an object, it is {parameters!r}")
+        kind = parameters.get("rope_type", "default")
+        if kind != "default":
+            raise ValueError(f"{self.family}: rope type {kind!r} is not supported, only 'default'")
+        if scaling is not None:
+            raise ValueError(f"{self.family}: rope_scaling {scaling!r} is not supported, only null")
+        unknown = sorted(set(parameters) - {"rope_type", *names, *ignored})
+        if unknown:
+            raise ValueError(f"{self.family}: rope_parameters has unknown fields {', '.join(unknown)}")
+        values = []
+        for name in names:
+            flat = self.raw(name, None)
+            inner = parameters.get(name, flat)
+            if flat is not None and inner != flat:
+                raise ValueError(f"{self.family}: {name} is {flat!r}, and {inner!r} in rope_parameters")
+            values.append(self._positive(name, inner))
+        return values
 
     def finish(self) -> None:
         unknown = sorted(set(self.fields) - self.seen)
         if unknown:
             raise ValueError(f"{self.family}: config.json has unknown fields {', '.join(f'{n}={self.fields[n]!r}' for n in unknown[:5])}")
+
+
+def config_lines(config: Any) -> dict[str, str]:
+    """Every field of a geometry that can move a byte, as lines of a fingerprint."""
+    return {f"config.{f.name}": repr(getattr(config, f.name)) for f in fields(config) if f.name not in NO_NUMBERS}

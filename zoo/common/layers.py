@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """The whole FP32 table, made on the CPU and moved; not a buffer, since .to(bfloat16) would round it."""
+    """The whole FP32 table, made on the CPU and moved where it is first used; not a buffer, since .to(bfloat16) would round it."""
 
     def __init__(self, positions: int, rotated: int, theta: float, program: Program) -> None:
         super().__init__()
@@ -86,6 +86,12 @@ class RotaryTable(nn.Module):
     def reset_buffers(self, device: torch.device | str) -> None:
         with torch.device("cpu"):
             self.table_PC2 = ops.rope_table(self.positions, self.rotated, self.theta).to(device)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The table on a device, made there unless it is."""
+        if not self.table_PC2.numel() or self.table_PC2.device != device:
+            self.reset_buffers(device)
+        return self.table_PC2
 
 
 class HeadNormRope(nn.Module):
@@ -110,6 +116,6 @@ class HeadNormRope(nn.Module):
 
     def forward(self, qkv_RC: Tensor, rotary: RotaryTable, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.norm_rope(
-            qkv_RC, self.q, self.k, rotary.table_PC2, positions_R, heads=self.heads, kv_heads=self.kv_heads, eps=self.eps,
+            qkv_RC, self.q, self.k, rotary.on(qkv_RC.device), positions_R, heads=self.heads, kv_heads=self.kv_heads, eps=self.eps,
             program=self.program, query_width=self.query_width, zero_centred=self.zero_centred,
         )  # fmt: skip

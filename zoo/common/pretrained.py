@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint, Entry, Piece, WeightTable
+from zoo.common.config import config_lines
 from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
@@ -62,6 +64,7 @@ class Pretrained(nn.Module):
     _label: str | None = None
     _hash: tuple[Any, str] | None = None
     _changes: int = 0
+    _places: list[tuple[str, dict[str, Any], str, torch.dtype]] | None = None
 
     def reset_buffers(self, device: torch.device) -> None:
         """Rebuilds whatever is not a parameter (RoPE tables) on a device."""
@@ -70,9 +73,27 @@ class Pretrained(nn.Module):
                 module.reset_buffers(device)
 
     def program_lines(self) -> dict[str, str]:
-        """The model's own lines of the program: the hash of each RoPE table."""
+        """The model's own lines of the program: every field of the config that moves a byte, and the hash of each RoPE table."""
+        device = next(self.parameters()).device
         tables = [(name, module) for name, module in self.named_modules() if isinstance(module, RotaryTable)]
-        return {f"rope.{name}": table_hash(module.table_PC2) for name, module in tables}
+        return config_lines(self.config) | {f"rope.{name}": table_hash(module.on(device)) for name, module in tables}
+
+    def check_dtypes(self) -> None:
+        """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`."""
+        if self._places is None:  # where parameters live, found once: decode asks before every token
+            table = self.table_of()
+            self._places = [
+                (full, module._parameters, name, torch.float32 if table.is_fp32(full) else self.program.torch_dtype)
+                for path, module in self.named_modules()
+                for name in module._parameters
+                for full in [f"{path}.{name}".removeprefix(".")]
+            ]
+        for full, owner, name, wanted in self._places:
+            parameter = owner.get(name)
+            if parameter is not None and parameter.dtype is not wanted:
+                raise ValueError(
+                    f"{full} is {parameter.dtype}, program {self.program.name!r} needs {wanted}: no model is converted after loading"
+                )
 
     @classmethod
     def from_pretrained(
@@ -146,6 +167,7 @@ class Pretrained(nn.Module):
         table = self.table_of()
         known = {p.published: (entry, p) for entry in table.entries for layout in entry.layouts for p in layout}
         parameters = dict(self.named_parameters())
+        ours = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
         for name, tensor in tensors:
@@ -160,6 +182,8 @@ class Pretrained(nn.Module):
             if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
             files.check_finite(name, tensor)
+            if tensor.untyped_storage().data_ptr() in ours and tensor.data_ptr() != view.data_ptr():
+                tensor = tensor.clone()  # a parameter's own memory, which another write may reach before it is read
             if entry.optional_alias:
                 aliases.append((name, tensor, entry, piece))
             else:
@@ -171,6 +195,11 @@ class Pretrained(nn.Module):
             view.copy_(tensor)
         self._label = version
         self.weights_changed()
+
+    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take."""
+        parameters = dict(self.named_parameters())
+        return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in self.table_of().pieces())
 
     def weights_changed(self) -> None:
         """Forgets the cached content hash of frozen weights, after a write that torch doesn't count: through `.data`, a CUDA
@@ -216,12 +245,25 @@ class Pretrained(nn.Module):
 
 
 def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Shuts autocast out of a model's method: the program alone names the dtypes, a trainer's mixed precision moves no byte."""
+    """Makes a model's method a door: the program alone names its dtypes and its kernels.
+
+    Autocast is shut out, so a trainer's mixed precision moves no byte. A compiler would fuse and reorder the arithmetic, so
+    everything inside runs eagerly: `torch.compile` of the model or of the method gives the eager bytes, and no speed. ValueError
+    if a parameter was converted to another dtype.
+    """
+
+    @functools.wraps(method)
+    def door(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
+        self.check_dtypes()
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return method(self, *args, **kwargs)
 
     @functools.wraps(method)
     def call(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            return method(self, *args, **kwargs)
+        # the compiler takes seconds to import: where nobody imported it, nobody compiles
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            return torch.compiler.disable(door)(self, *args, **kwargs)
+        return door(self, *args, **kwargs)
 
     return call
 

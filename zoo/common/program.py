@@ -6,6 +6,7 @@ arithmetic. `DECISIONS` records the choices that were measured before version 1 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ ALIGNED_CUDA = {
     "route": "pair_tree",
     "causal_conv": "single_round",
     "l2_norm": "pair_tree",
-    "delta_gate": "exact_fp32",
+    "delta_gate": "fp32",
     "gated_rms_norm": "pair_tree",
     "output_gate": "single_round",
     "experts": "fixed_k",
@@ -121,12 +122,17 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Progra
 
 
 def narrow_parts(outputs: int, inputs: int) -> int:
-    """K parts of a narrow linear (routers, gates), a constant of its shape: see DECISIONS, `k_parts`."""
+    """K parts of a narrow linear (routers, gates), a constant of its shape: see DECISIONS, `k_parts`.
+
+    Where the parts wanted don't divide K, the next smaller power of two that does.
+    """
     if outputs > 256:
-        return 1
-    if outputs < 16:
-        return 8 if inputs % 8 == 0 and inputs >= 1024 else 1
-    return 1 if inputs <= 4096 else 8 if inputs <= 8192 else 16
+        wanted = 1
+    elif outputs < 16:
+        wanted = 8 if inputs >= 1024 else 1
+    else:
+        wanted = 1 if inputs <= 4096 else 8 if inputs <= 8192 else 16
+    return math.gcd(inputs, wanted)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,10 @@ class Rows:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor) -> list[int]:
-    """The offsets as a list; ValueError unless they start at 0 and ascend strictly."""
+    """The offsets as a list; ValueError unless they are int32 or int64 [N + 1], start at 0 and ascend strictly."""
+    check_integers("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must be [N + 1], not {list(cu_seqlens.shape)}")
     starts = [int(v) for v in cu_seqlens.tolist()]
     if len(starts) < 2 or starts[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0 and hold at least one document, got {starts[:4]}")
@@ -74,3 +77,10 @@ def check_cu_seqlens(cu_seqlens: Tensor) -> list[int]:
         if b <= a:
             raise ValueError(f"cu_seqlens must ascend: {a} is followed by {b}")
     return starts
+
+
+def check_integers(name: str, value: object) -> None:
+    """ValueError unless `value` is an int32 or int64 tensor."""
+    given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    if given not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be an int32 or int64 tensor, not {given}")

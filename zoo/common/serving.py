@@ -37,7 +37,7 @@ class ForServing(Pretrained, nn.Module):
     ) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
-        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table.
+        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table. Runs eagerly, also under torch.compile.
         """
         if rows.max_length > self.config.positions:
             raise ValueError(

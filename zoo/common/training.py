@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from zoo.common import ops
 from zoo.common.memory import PackedMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
-from zoo.common.rows import Rows, check_cu_seqlens
+from zoo.common.rows import Rows, check_cu_seqlens, check_integers
 from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
 
 IGNORE = -100
@@ -71,7 +71,12 @@ class ForRL(Pretrained, nn.Module):
         raise AssertionError("written by each architecture")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute each layer in the backward pass. The bytes stay."""
+        """Recompute each layer in the backward pass, by torch's non-reentrant checkpoint. The bytes stay.
+
+        ValueError for any other setting than {"use_reentrant": False}.
+        """
+        if gradient_checkpointing_kwargs not in (None, {}, {"use_reentrant": False}):
+            raise ValueError(f"gradient checkpointing has the setting use_reentrant=False only, not {gradient_checkpointing_kwargs!r}")
         self.gradient_checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
@@ -89,9 +94,10 @@ class ForRL(Pretrained, nn.Module):
         """Hidden rows, logits if asked, and the loss if labels are given.
 
         input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here
-        and only here. labels have the shape of input_ids: label r + 1 is what row r is scored on, -100 is ignored. The loss is
-        the mean negative log-probability, or the sum over `num_items_in_batch`. ValueError for shapes, ids, labels or bounds
-        that do not fit each other or the model.
+        and only here. labels have the shape of input_ids: label r + 1 is what row r is scored on, -100 is ignored. All of them
+        are int32 or int64; the mask may have any dtype. The loss is the mean negative log-probability, or the sum over
+        `num_items_in_batch`, which is above 0. ValueError for shapes, dtypes, ids, labels or bounds that do not fit each other or
+        the model. Runs eagerly, also under torch.compile.
         """
         _check_shapes(input_ids, cu_seqlens, attention_mask, labels)
         if cu_seqlens is not None:
@@ -113,8 +119,10 @@ class ForRL(Pretrained, nn.Module):
 
     def _loss(self, hidden_RD: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
         valid = targets_R != IGNORE
-        targets_R = torch.where(valid, targets_R, 0)
+        targets_R = torch.where(valid, targets_R, 0).long()
         self._check_ids(targets_R)
+        if items is not None and not bool(items > 0):
+            raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
         scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program)
         total = -torch.where(valid, scores.log_prob_R, 0.0).sum()
         return total / (valid.sum().clamp(min=1) if items is None else items)
@@ -131,7 +139,8 @@ class ForRL(Pretrained, nn.Module):
         top_k: int = 0,
     ) -> Tensor | Scores:
         """FP32 log-probabilities [R], differentiable. Entry r is that of `target_ids[r]` after reading row r; by default the
-        document's next token, and 0.0 on a document's last row.
+        document's next token, and 0.0 on a document's last row. Ids and bounds are int32 or int64. Runs eagerly, also under
+        torch.compile.
 
         `sampling` (one for all, or one per document) replays the sampler's program: temperature, then top-k, top-p and min-p
         jointly; a token outside the support scores -inf. With `entropy` or `top_k` a `Scores` is returned; both describe the
@@ -144,9 +153,11 @@ class ForRL(Pretrained, nn.Module):
         if target_ids is None:
             target_ids = next_in_document(input_ids, rows, IGNORE)
             scored_R = target_ids != IGNORE
-        elif target_ids.shape != input_ids.shape:
-            raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
-        targets_R = torch.where(scored_R, target_ids, 0)
+        else:
+            check_integers("target_ids", target_ids)
+            if target_ids.shape != input_ids.shape:
+                raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
+        targets_R = torch.where(scored_R, target_ids, 0).long()
         self._check_ids(targets_R)
         head = self.model.head_weight_VD
         params = self._sampling_rows(sampling, rows)
@@ -169,6 +180,7 @@ class ForRL(Pretrained, nn.Module):
         return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)
 
     def _rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
+        check_integers("input_ids", ids_R)
         if ids_R.dim() != 1:
             raise ValueError(f"input_ids must be packed rows [R], not {list(ids_R.shape)}")
         starts = check_cu_seqlens(cu_seqlens)
@@ -191,6 +203,8 @@ class ForRL(Pretrained, nn.Module):
             return None
         documents = rows.lengths_N.shape[0]
         each = [sampling] * documents if isinstance(sampling, SamplingParams) else list(sampling)
+        if not all(isinstance(params, SamplingParams) for params in each):
+            raise ValueError(f"sampling must be SamplingParams, one or one per document, not {type(sampling).__name__}")
         if len(each) != documents:
             raise ValueError(f"{len(each)} sampling parameters for {documents} documents")
         by_row = [each[n] for n in rows.sequence_R.tolist()]
@@ -205,6 +219,9 @@ def next_in_document(values_R: Tensor, rows: Rows, last: int) -> Tensor:
 
 
 def _check_shapes(ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
+    for name, given in (("input_ids", ids), ("labels", labels)):
+        if given is not None:
+            check_integers(name, given)
     if ids.dim() not in (1, 2):
         raise ValueError(f"input_ids must be packed rows [R] or a batch [B, T], not {list(ids.shape)}")
     if ids.dim() == 1 and cu_seqlens is None:
@@ -222,6 +239,9 @@ def _kept(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Bool [B, T]: the rows that are tokens. Each sequence is one run of them, padded on either side."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
+    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if other.numel():
+        raise ValueError(f"attention_mask holds 0 (padding) and 1 (a token) only, not {other[0].item()}: additive masks are not taken")
     keep = attention_mask.bool()
     empty = (~keep.any(1)).nonzero()
     if empty.numel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zoo.common.config import IGNORED, FieldReader
+from zoo.common.config import IGNORED, LAYERS, FieldReader
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Qwen3Config:
         read.only("attention_bias", False)
         read.only("use_sliding_window", False, absent=False)
         read.only("sliding_window", None, absent=None)
-        layers = read.integer("num_hidden_layers")
+        layers, vocabulary = read.integer("num_hidden_layers", LAYERS), read.integer("vocab_size")
         read.only("layer_types", ["full_attention"] * layers, absent=["full_attention"] * layers)
         heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
         if heads % kv_heads:
@@ -65,7 +65,7 @@ class Qwen3Config:
             if mixture["experts_per_token"] > mixture["experts"]:
                 raise ValueError(f"qwen3: {mixture['experts_per_token']} experts per token of {mixture['experts']}")
         config = cls(
-            vocabulary=read.integer("vocab_size"),
+            vocabulary=vocabulary,
             hidden=read.integer("hidden_size"),
             layers=layers,
             heads=heads,
@@ -76,7 +76,7 @@ class Qwen3Config:
             theta=read.rope_theta(),
             positions=read.integer("max_position_embeddings"),
             tied=read.boolean("tie_word_embeddings"),
-            eos=read.tokens("eos_token_id"),
+            eos=read.tokens("eos_token_id", vocabulary),
             **mixture,
         )
         read.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zoo.common.config import IGNORED, FieldReader
+from zoo.common.config import IGNORED, LAYERS, FieldReader
 
 CONV_WIDTH = 4
 # of a published vision-language config: read by nobody here, written back as they were
@@ -87,7 +87,7 @@ class Qwen35Config:
         read.only("mamba_ssm_dtype", "float32", absent="float32")
         read.only("norm_topk_prob", True, absent=True)
         read.only("mlp_only_layers", [], absent=[])
-        layers = read.integer("num_hidden_layers")
+        layers, vocabulary = read.integer("num_hidden_layers", LAYERS), read.integer("vocab_size")
         heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
         if heads % kv_heads:
             raise ValueError(f"qwen3_5: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -110,7 +110,7 @@ class Qwen35Config:
             mixture["inner"] = read.integer("intermediate_size")
         theta, rotated = read.partial_rope(head_dim)
         config = cls(
-            vocabulary=read.integer("vocab_size"),
+            vocabulary=vocabulary,
             hidden=read.integer("hidden_size"),
             layers=layers,
             heads=heads,
@@ -126,7 +126,7 @@ class Qwen35Config:
             positions=read.integer("max_position_embeddings"),
             tied=read.boolean("tie_word_embeddings"),
             full=_full_layers(read, layers),
-            eos=read.tokens("eos_token_id"),
+            eos=read.tokens("eos_token_id", vocabulary),
             wrapped=wrapped,
             published=fields,
             **mixture,

@@ -12,7 +12,7 @@ import zoo
 
 # files that may only choose rows, move bytes and call ops
 FILES = ("*/model.py", "*/modeling_train.py", "*/modeling_serve.py")
-COMMON = ("layers.py", "*memory.py", "rows.py", "serving.py", "training.py", "engine/*.py", "generate.py", "layout.py", "lora.py")
+COMMON = ("layers.py", "*memory.py", "rows.py", "serving.py", "training.py", "engine/*.py", "generate.py")
 MATH = frozenset({
     "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "dot", "mv", "outer", "tensordot", "softmax", "log_softmax", "logsumexp",
     "sigmoid", "silu", "gelu", "relu", "softplus", "tanh", "exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "pow",

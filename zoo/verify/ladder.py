@@ -136,7 +136,7 @@ class Ladder:
         self.say(what)
         tally = Tally()
         for seen in way(SILENT):
-            tally.seen(reference[seen.document], seen)
+            tally.seen(reference[seen.document], seen, entropy=rung < 3)
         self._add(tally.row(rung, what, empty), tally)
         if tally.spot is not None and self.result.first_divergence is None:
             self.result.names = ("the packed batch of training", what)
@@ -246,7 +246,7 @@ class Ladder:
         """Rung 3: serving against training, log-probabilities and every cached byte after every push."""
         subject, documents = self.subject, self.documents
         reference, empty = self._reference()
-        own = subject.server.make_memory(2).page_size
+        own = subject.server.make_memory(2, slots=1).page_size
 
         def prefill(page_size: int | None, chunked: bool, seed: int) -> Way:
             return lambda tap: ways.prefill(subject, tap, documents, page_size=page_size, chunked=chunked, seed=seed)

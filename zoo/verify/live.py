@@ -40,7 +40,7 @@ def sample(subject: Subject, settings: Settings) -> list[Completion]:
         # a second request of a document reads another prefix of it
         prompts.append(document[: max(1, min(len(document), longest) - 5 * (i // len(subject.documents)))])
         params.append(replace(PARAMS[i % len(PARAMS)], max_new_tokens=settings.drawn, ignore_eos=True))
-    memory = subject.server.make_memory(2)
+    memory = subject.server.make_memory(2, slots=1)
     # what the requests need and no more: on a GPU the scoring process wants room too
     pages = 1 + sum(memory.pages_for(len(prompt) + settings.drawn) for prompt in prompts)
     completions = Engine(subject.server, pages=pages, chunk_rows=1024).generate(prompts, params)
@@ -122,10 +122,10 @@ def compare(completions: list[Completion], scores: Scores, vocabulary: int) -> I
     groups: dict[str, list[int]] = {"greedy": [], "temperature": [], "top-k, top-p, min-p": []}
     for i, c in enumerate(completions):
         groups["greedy" if c.sampling.is_greedy else "top-k, top-p, min-p" if c.sampling.filters else "temperature"].append(i)
-    empty = emptiness(torch.tensor([value for c in completions for value in c.log_probs]), None, vocabulary)
     for name, members in groups.items():
         if not members:
             continue
+        empty = emptiness(torch.tensor([value for i in members for value in completions[i].log_probs]), None, vocabulary)
         tally = Tally()
         for i in members:
             c = completions[i]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.ops import CONTRACTS
+from zoo.common.program import DECISIONS
 from zoo.common.rows import Rows
 from zoo.verify import ways
 from zoo.verify.calls import Call
@@ -116,6 +117,7 @@ def to_dict(subject: Subject, places: list[Place]) -> dict[str, Any]:
         "program": subject.trainer.program.name,
         "calls": [asdict(p) for p in places],
         "contracts": {name: words(name) for name in used},
+        "decisions": [asdict(decision) for decision in DECISIONS],
     }
 
 
@@ -146,3 +148,9 @@ def show(subject: Subject, places: list[Place], console: Console) -> None:
         for name, text in words(op).items():
             if name != "version":
                 console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True, markup=False)
+    decided = Table(title="decided by measurements before version 1 was frozen (--json has the evidence)", show_lines=True)
+    for column in ("question", "answer"):
+        decided.add_column(column, overflow="fold")
+    for decision in DECISIONS:
+        decided.add_row(decision.question, decision.answer)
+    console.print(decided)

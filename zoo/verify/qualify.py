@@ -291,4 +291,3 @@ def default_targets() -> list[Target]:
     for arch, names in COMMON_SIZES.items():
         found |= dict.fromkeys(targets_of_sizes(arch, names))
     return list(found)
-

@@ -89,14 +89,18 @@ class Tally:
             ulp = int(ulp_distance(a_T[i : i + 1], b_T[i : i + 1]).max()) if a_T.is_floating_point() else -1
             self.spot = Spot(name, document, begin + i, elements, ulp)
 
-    def seen(self, reference: Seen, other: Seen, *, newest: int | None = None) -> None:
+    def seen(self, reference: Seen, other: Seen, *, entropy: bool, newest: int | None = None) -> None:
         """What a way showed against the trainer's whole document: its new log-probabilities and every byte cached so far.
 
-        With entropies on both sides these are compared too. `newest`: only that many of the last cached positions.
+        `entropy`: whether the way makes entropies, as training does and serving does not; then they are compared too. `newest`:
+        only that many of the last cached positions. ValueError where one side lacks what the other has.
         """
         end = other.begin + other.log_prob_T.shape[0]
         self.log_probs(reference.log_prob_T[other.begin : end], other.log_prob_T, other.document, other.begin)
-        if reference.entropy_T is not None and other.entropy_T is not None:
+        if entropy:
+            if reference.entropy_T is None or other.entropy_T is None:
+                missing = "the reference" if reference.entropy_T is None else "the other side"
+                raise ValueError(f"document {other.document}: {missing} has no entropies to compare")
             self.bytes(reference.entropy_T[other.begin : end], other.entropy_T, "entropy", other.document, other.begin)
         if set(reference.state) != set(other.state):
             raise ValueError(f"cached tensors {sorted(reference.state)} against {sorted(other.state)}")
@@ -107,6 +111,9 @@ class Tally:
             self._count(reference.finite(name, first, end), a_T)
             if not equal:
                 self._differ(a_T, b_T, name, other.document, first)
+        if (reference.slot is None) != (other.slot is None):
+            missing = "the reference" if reference.slot is None else "the other side"
+            raise ValueError(f"document {other.document}: {missing} has no states of recurrent layers to compare")
         if reference.slot is not None and other.slot is not None:
             mine, theirs = reference.slot(end), other.slot(end)
             if set(mine) != set(theirs):

@@ -127,11 +127,11 @@ class Session:
     def __init__(self, subject: Subject, tap: Tap, entries: list[int], page_size: int | None = None, seed: int = 0) -> None:
         self.subject, self.tap, self.entries = subject, tap, entries
         server = subject.server
-        probe = server.make_memory(2, page_size)
+        probe = server.make_memory(2, page_size, 1)
         self.page_size = probe.page_size
         needed = [probe.pages_for(subject.length(d)) for d in entries]
         total = 1 + sum(needed) + 3
-        self.memory = server.make_memory(total, page_size)
+        self.memory = server.make_memory(total, page_size, len(entries))
         for value in _buffers(self.memory):
             value.fill_(torch.nan)
         free = list(range(1, total))

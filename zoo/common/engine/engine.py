@@ -52,7 +52,13 @@ class Engine:
     graphs        decode by CUDA graph; by default on a GPU
     progress      `run` and `generate` show a bar
 
-    ValueError, naming the number, for a size below 1, a stride that isn't whole chunks or graphs without a GPU.
+    ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
+    ForServing, or weights whose writes torch does not count: those that want gradients (fused optimizers) or were made under
+    inference mode.
+
+    Weights that were written or replaced behind the engine are refused at the next step, by identity, address and torch's
+    version counter. A write that moves none of them (through `.data`, or by a kernel of yours) can't be seen: call
+    `model.weights_changed()` and `update_weights([])` after it.
     """
 
     def __init__(
@@ -70,8 +76,11 @@ class Engine:
     ) -> None:
         sizes = {"pages": pages, "page_size": page_size, "max_batch": max_batch, "chunk_rows": chunk_rows}
         for name, value in {**sizes, "snapshot_stride": snapshot_stride}.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        _check_model(model)
         self.model, self.progress = model, progress
         self.device = next(model.parameters()).device
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
@@ -83,8 +92,7 @@ class Engine:
         if snapshot_stride % memory.grain:
             raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
         self._released = False
-        self._parameters = list(model.parameters())
-        self._take_version()
+        self._take_version(model.weights_version, model.fingerprint())
         pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
         self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs)
@@ -102,8 +110,8 @@ class Engine:
     ) -> str:
         """Queues a request and returns its id. ValueError, and nothing changed, for a request that can't be served.
 
-        That is: an empty prompt, a token id outside the vocabulary, a context longer than the position table or all pages, an id
-        in use.
+        That is: an empty prompt or one that is no row of integers, a token id outside the vocabulary, a context longer than the
+        position table or all pages, an id in use. While the memory is released the request waits.
         """
         request = self._request(prompt_ids, params, request_id, prompt_log_probs)
         self._enqueue(request)
@@ -117,7 +125,8 @@ class Engine:
     def step(self) -> list[Completion]:
         """Pushes the next rows, draws tokens, and returns the requests that ended.
 
-        ValueError if the weights were written without `update_weights`.
+        ValueError if the weights were written without `update_weights`. Whatever else is raised: no byte of the step is kept, all
+        requests wait and push their rows again, and the next step goes on as if it had not been.
         """
         self._step()
         finished, self._finished = list(self._finished.values()), {}
@@ -136,14 +145,27 @@ class Engine:
         *,
         prompt_log_probs: bool = False,
     ) -> list[Completion]:
-        """Completions of `prompts`, in their order; `params` one for all or one each. All are checked before one is queued."""
+        """Completions of `prompts`, in their order; `params` one for all or one each. All are checked before one is queued.
+
+        If a step raises, none of them stays queued.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence | Tensor):
+            raise ValueError(f"prompts must be a sequence of prompts, each of them token ids, not {type(prompts).__name__}")
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
         requests = [self._request(p, s, None, prompt_log_probs, n) for n, (p, s) in enumerate(zip(prompts, each, strict=True))]
-        for request in requests:
-            self._enqueue(request)
-        self._until(requests)
+        try:
+            for request in requests:
+                self._enqueue(request)
+            self._until(requests)
+        except BaseException:
+            for request in requests:
+                self._finished.pop(request.order, None)
+                if self._requests.get(request.request_id) is request:
+                    self.scheduler.release(request)
+                    del self._requests[request.request_id]
+            raise
         return [self._finished.pop(request.order) for request in requests]
 
     def abort(self, request_id: str) -> Completion:
@@ -159,29 +181,41 @@ class Engine:
             self.scheduler.preempt(request)
 
     def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | str | Path, mode: str = "recompute", version: str | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]] | str | Path,
+        mode: str = "recompute",
+        version: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> str:
         """Loads weights between two steps, from (published name, tensor) pairs or a checkpoint; returns their content hash.
 
         "recompute": requests in progress push their rows again, so all that follows equals a fresh engine on these weights given
         the same tokens. "keep": they go on with the old rows and their records say `exact=False`. An empty list adopts weights
-        written in place. `version` is a label for the fingerprint. ValueError, and nothing changed, for a wrong mode,
-        name, shape or value.
+        written in place. `version` is a label for the fingerprint; `dtype` rounds a checkpoint's weights once, as in
+        `from_pretrained`, to the same bytes. ValueError, and nothing changed, for a wrong mode, name, shape, dtype or value.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-        pairs = self._stored(weights) if isinstance(weights, str | Path) else weights
+        if isinstance(weights, str | Path):
+            pairs: Iterable[tuple[str, Tensor]] = self._stored(weights, dtype)
+        elif dtype is not None:
+            raise ValueError(f"dtype={dtype} rounds the weights of a checkpoint; tensors are taken as they are")
+        else:
+            pairs = weights
         self.model.load_weights(pairs, version)
-        before = self.version
-        self._take_version()
-        self.scheduler.version = self.version
-        if self.version != before:
+        found, fingerprint = self.model.weights_version, self.model.fingerprint()
+        if found != self.version:
             for request in list(self.scheduler.running):
                 if mode == "recompute":
                     self.scheduler.preempt(request)
                 elif request.computed:
                     request.exact = request.pure = False
-        return self.version
+        self.scheduler.version = found
+        addresses = [address for address, _ in self._seen]
+        self._take_version(found, fingerprint)  # last: before, a step is refused
+        if addresses != [address for address, _ in self._seen]:  # captured graphs read the old ones
+            self.runner = Runner(self.model, self.scheduler.memory, self.graphs)
+        return found
 
     def release_memory(self) -> None:
         """Frees pages, slots, snapshots and graphs, for a trainer on the same GPU. Requests wait and lose no token."""
@@ -219,11 +253,10 @@ class Engine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
-        config, pool, memory = self.model.config, self.scheduler.pool, self.scheduler.memory
-        values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
-        if not len(values):
-            raise ValueError("the prompt is empty: at least one token must be read before one can be drawn")
-        tokens = [operator.index(token) for token in values]
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id must be text, not {request_id!r}")
+        config, memory = self.model.config, self.scheduler.memory
+        tokens = _token_ids(prompt_ids)
         for token in (*tokens, *params.stop_token_ids):
             if not 0 <= token < config.vocabulary:
                 raise ValueError(f"token id {token} is outside the vocabulary of {config.vocabulary}")
@@ -233,8 +266,8 @@ class Engine:
                 f"{len(tokens)} prompt tokens and {params.max_new_tokens} to draw are longer than the position table of {config.positions}"
             )
         pages = memory.pages_for(longest - 1)  # the last drawn token is never pushed
-        if pages > pool.pages - 1:
-            raise ValueError(f"the request needs {pages} pages of {memory.page_size} tokens, there are {pool.pages - 1}")
+        if pages > self._pages - 1:  # while memory is released, those that it will have again
+            raise ValueError(f"the request needs {pages} pages of {memory.page_size} tokens, there are {self._pages - 1}")
         if request_id is None:
             request_id = str(self._count + ahead)
             while request_id in self._requests:  # somebody chose this name
@@ -255,9 +288,7 @@ class Engine:
         return self._requests[request_id]
 
     def _complete(self, request: Request, reason: str) -> Completion:
-        del self._requests[request.request_id]
-        request.ended = True
-        return Completion(
+        record = Completion(
             request.request_id,
             tuple(request.tokens[: request.prompt_length]),
             tuple(request.tokens[request.prompt_length :]),
@@ -270,6 +301,11 @@ class Engine:
             reason,
             self._fingerprint,
         )
+        if reason != "abort":
+            self._finished[request.order] = record
+        request.ended = True
+        del self._requests[request.request_id]
+        return record
 
     def _until(self, mine: Sequence[Request]) -> None:
         """Steps until all of `mine` have ended; the bar counts tokens, a request that ends early skips its rest."""
@@ -286,8 +322,15 @@ class Engine:
     def _step(self) -> None:
         if self._released:
             raise ValueError("the engine's memory is released; call resume_memory first")
-        if self._written() != self._seen:
+        if self._written():
             raise ValueError(f"the weights were written since version {self.version}; update_weights([]) takes them over")
+        try:
+            self._push()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _push(self) -> None:
         self.scheduler.admit()
         work = self.scheduler.schedule()
         single = [request for request, _ in work if request.pending == 1]
@@ -304,33 +347,55 @@ class Engine:
                 reason = request.finish_reason()
                 if reason is not None:
                     self.scheduler.release(request)
-                    self._finished[request.order] = self._complete(request, reason)
+                    self._complete(request, reason)
         self.stats.steps += 1
         self.stats.graph_steps += bool(single) and self.graphs
         self.stats.decode_rows += len(single)
         self.stats.prefill_rows += sum(count for _, count in chunks)
         self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
 
+    def _start_over(self) -> None:
+        """After a step that broke off anywhere: nothing in memory is trusted, so all requests wait and nothing stays cached."""
+        for request in list(self._requests.values()):
+            if request.order in self._finished:
+                request.ended = True
+                del self._requests[request.request_id]
+            else:
+                request.rewind()
+        memory = self.scheduler.memory
+        pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
+        self.scheduler.start_over(pool, self._requests.values())
+        self.stats.preemptions = self.scheduler.preemptions
+
     # weights and memory
 
-    def _written(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+    def _written(self) -> bool:
+        """Whether a parameter, or a module that has some, was replaced, or a parameter moved or written."""
+        if any(own.get(name) is not value for own, name, value in self._places):
+            return True
+        return [(p.data_ptr(), p._version) for p in self._parameters] != self._seen
 
-    def _take_version(self) -> None:
-        self._seen = self._written()
-        self.version = self.model.weights_version
-        self._fingerprint = self.model.fingerprint()
+    def _take_version(self, version: str, fingerprint: Fingerprint) -> None:
+        self.version, self._fingerprint = version, fingerprint
+        # `model.parameters()` takes milliseconds in a deep model, this walk once
+        self._places = [(own, n, v) for m in self.model.modules() for own in (m._parameters, m._modules) for n, v in own.items()]
+        self._parameters = list(self.model.parameters())
+        self._seen = [(p.data_ptr(), p._version) for p in self._parameters]
 
-    def _stored(self, path: str | Path) -> list[tuple[str, Tensor]]:
-        """A checkpoint's tensors on the CPU, its geometry and dtypes checked against the model's."""
+    def _stored(self, path: str | Path, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+        """A checkpoint's tensors on the CPU in the parameters' dtypes; geometry and dtypes are checked as at a load."""
+        program = self.model.program
+        if dtype is not None and dtype != program.torch_dtype:
+            raise ValueError(f"dtype={dtype} for a model whose weights are {program.torch_dtype}")
         source = Checkpoint.open(path)
         config = self.model.config_class.from_hf(source.config)
         if config != self.model.config:
             raise ValueError(f"{path} is of another geometry: {config} against {self.model.config}")
         table = self.model.table_of()
         match = source.match(table)
-        check_dtypes(source, match, self.model, table, convert=False)
-        return [(name, source.tensors[name].read()) for name in match.places]
+        check_dtypes(source, match, self.model, table, convert=dtype is not None)
+        kinds, stored = {name: p.dtype for name, p in self.model.named_parameters()}, source.tensors
+        return [(name, stored[name].read().to(kinds[entry.ours])) for name, (entry, _) in match.places.items()]
 
     def _fitting_pages(self, page_size: int | None, max_batch: int) -> int:
         room = CPU_BYTES
@@ -343,3 +408,33 @@ class Engine:
         del probe
         page = self.model.make_memory(3, page_size, max_batch).nbytes - two
         return max(2, min(useful, (room - (two - 2 * page)) // page))  # what two pages do not explain is slots
+
+
+def _check_model(model: ForServing) -> None:
+    if not isinstance(model, ForServing):
+        raise ValueError(f"an engine takes a ForServing model, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ValueError(f"{name} was made under torch.inference_mode(), where torch does not count writes; make the model outside")
+        if parameter.requires_grad:
+            raise ValueError(f"{name} wants gradients, and its optimizer may write uncounted; call requires_grad_(False) on the model")
+
+
+def _token_ids(prompt_ids: Sequence[int] | Tensor) -> list[int]:
+    """A prompt as a list. ValueError for what is no row of integers, or empty."""
+    if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 1:
+        raise ValueError(f"a prompt must be one row of token ids, not a tensor of shape {list(prompt_ids.shape)}")
+    if isinstance(prompt_ids, str | bytes) or not hasattr(prompt_ids, "__len__"):
+        raise ValueError(f"a prompt must be a sequence of token ids, not {prompt_ids!r:.40}")
+    values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
+    if not len(values):
+        raise ValueError("the prompt is empty: at least one token must be read before one can be drawn")
+    tokens = []
+    for token in values:
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            tokens.append(operator.index(token))
+        except TypeError:
+            raise ValueError(f"token ids are integers, not {token!r:.40}") from None
+    return tokens

@@ -8,8 +8,13 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from zoo.common.fingerprint import Fingerprint
-from zoo.common.sampling import SamplingParams
+from zoo.common.memory import PackedMemory
+from zoo.common.rows import Rows
+from zoo.common.sampling import RowSampling, SamplingParams, sample
+from zoo.common.training import ForRL
 
 REASONS = ("stop", "length", "abort")
 
@@ -27,6 +32,8 @@ class Completion:
     exact                False iff some row was read by other weights than wrote it (`update_weights(mode="keep")`)
     finish_reason        "stop" (an end token), "length" (max_new_tokens) or "abort"
     fingerprint          of the engine's model when the request ended
+
+    Scoring a record confirms its log-probabilities and not that `sampling.seed` drew its tokens; `check_draws` draws them again.
     """
 
     request_id: str
@@ -56,7 +63,8 @@ class Completion:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Completion:
-        """The inverse of `to_dict`. ValueError for missing or unknown fields, or counts that contradict each other."""
+        """The inverse of `to_dict`. ValueError for missing or unknown fields, values that no engine writes, or fields that
+        contradict each other: counts, or a last row of other weights than the fingerprint's (an aborted request may have one)."""
         names = {f.name for f in fields(cls)}
         if set(values) != names:
             raise ValueError(f"a completion has the fields {sorted(names)}, this one {sorted(values)}")
@@ -64,6 +72,20 @@ class Completion:
             text = values[name]
             if not (text is None and name == "prompt_log_probs") and (not isinstance(text, str) or len(text) % 8):
                 raise ValueError(f"{name} must be hexadecimal text of whole FP32 numbers, 8 digits each, not {text!r:.40}")
+        for name in ("sampling", "fingerprint"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"{name} must be a dictionary, not {values[name]!r:.40}")
+        for name in ("prompt_ids", "output_ids"):
+            ids = values[name]
+            wrong = [i for i in ids if type(i) is not int or i < 0] if isinstance(ids, list | tuple) else [ids]
+            if wrong:
+                raise ValueError(f"{name} must be a list of integers of at least 0, not {wrong[0]!r:.40}")
+        if not isinstance(values["exact"], bool):
+            raise ValueError(f"exact must be True or False, not {values['exact']!r:.40}")
+        for run in values["versions"] if isinstance(values["versions"], list | tuple) else [values["versions"]]:
+            pair = isinstance(run, list | tuple) and len(run) == 2 and isinstance(run[0], str)
+            if not pair or type(run[1]) is not int or run[1] < 1:
+                raise ValueError(f"versions must be runs [weights, rows of at least 1], not {run!r:.40}")
         record = cls(**values)
         record = replace(
             record,
@@ -81,13 +103,44 @@ class Completion:
         for name in ("log_probs", "filtered_log_probs"):
             if len(getattr(record, name)) != len(record.output_ids):
                 raise ValueError(f"{len(getattr(record, name))} {name} for {len(record.output_ids)} output tokens")
+        for name in ("log_probs", "filtered_log_probs", "prompt_log_probs"):
+            above = [value for value in getattr(record, name) or () if value > 0]
+            if above:
+                raise ValueError(f"{name} holds {above[0]!r}; a log-probability is at most 0")
+        if not record.prompt_ids:
+            raise ValueError("the prompt is empty: the first token is drawn after at least one")
         tokens, scores = len(record.prompt_ids) + len(record.output_ids), record.prompt_log_probs
         aborted = record.finish_reason == "abort"
         if len(record.versions) > tokens or (not aborted and len(record.versions) != tokens - 1):
             raise ValueError(f"{len(record.versions)} versions for {tokens} tokens; all but the last have a row")
+        if not aborted and record.versions[-1:] != (record.fingerprint.weights,):
+            last = ", ".join(record.versions[-1:]) or "nobody"
+            raise ValueError(f"the last row is of {last}, the fingerprint of {record.fingerprint.weights}")
         if scores is not None and (len(scores) >= len(record.prompt_ids) or (not aborted and len(scores) != len(record.prompt_ids) - 1)):
             raise ValueError(f"{len(scores)} prompt_log_probs for {len(record.prompt_ids)} prompt tokens; all but the first have one")
         return record
+
+
+@torch.no_grad()
+def check_draws(model: ForRL, record: Completion) -> None:
+    """Draws every token of a record again from the trainer's rows, with the seed and filters recorded.
+
+    ValueError naming the first token that comes out otherwise, or whose log-probabilities differ by a bit.
+    """
+    device, count, first = next(model.parameters()).device, len(record.output_ids), len(record.prompt_ids)
+    if not count:
+        return
+    ids_R = torch.tensor(record.prompt_ids + record.output_ids, device=device)
+    with torch.autocast(device.type, enabled=False):
+        rows = Rows.packed(torch.tensor([0, len(ids_R)], device=device))
+        hidden_RD = model.hidden_rows(ids_R, rows, PackedMemory())[first - 1 : -1]
+        sampling = RowSampling.of([record.sampling] * count, list(range(first, first + count)), device)
+        drawn = sample(model.logits(hidden_RD), sampling, model.program)
+    columns = (drawn.token_R.tolist(), drawn.log_prob_R.tolist(), drawn.filtered_log_prob_R.tolist())
+    recorded = zip(record.output_ids, record.log_probs, record.filtered_log_probs, strict=True)
+    for n, (again, given) in enumerate(zip(zip(*columns, strict=True), recorded, strict=True)):
+        if again[0] != given[0] or _hex(again[1:]) != _hex(given[1:]):
+            raise ValueError(f"output token {n} of {record.request_id} is {given}, drawn again it is {again}")
 
 
 def _hex(values: Sequence[float] | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,6 +52,22 @@ class Request:
                 self.versions.append(version)
             elif row < self.prompt_length - 1:
                 self.versions[row] = version
+
+    def rewind(self) -> None:
+        """Back to the last token that was drawn with all its numbers, no row in memory: a step broke off at any point."""
+        drawn = len(self.filtered_log_probs)
+        del self.tokens[self.prompt_length + drawn :]
+        if drawn and self.finish_reason() is not None:  # it had no time to end, so it draws that token again
+            drawn -= 1
+            del self.tokens[-1]
+        del self.log_probs[drawn:], self.filtered_log_probs[drawn:]
+        del self.versions[len(self.tokens) - 1 :]
+        del self.prompt_log_probs[len(self.versions) :]
+        self.forget()
+
+    def forget(self) -> None:
+        """It holds nothing any more."""
+        self.computed, self.slot, self.pages, self.nodes, self.pure = 0, 0, [], [], True
 
     def finish_reason(self) -> str | None:
         """Whether the last token ends the request, and why."""
@@ -166,7 +183,12 @@ class Scheduler:
         self.pool.give(request.pages[len(request.nodes) :])
         if request.slot:
             self.pool.free_slots.append(request.slot)
-        request.computed, request.slot, request.pages, request.nodes, request.pure = 0, 0, [], [], True
+        request.forget()
+
+    def start_over(self, pool: PagePool, requests: Iterable[Request]) -> None:
+        """All of `requests`, rewound, wait for an empty pool: the old one may have been left in the middle of a change."""
+        self.preemptions += len(self.running)
+        self.pool, self.running, self.waiting = pool, [], sorted(requests, key=_order)
 
     def _start(self, request: Request, start: Start) -> None:
         self.waiting.remove(request)

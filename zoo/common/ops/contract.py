@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from zoo.common.program import Program
 
@@ -71,6 +73,20 @@ class Contract:
     def provider(self, program: Program, shape: tuple[int, ...] = ()) -> Provider:
         """The fastest admitted member of the program's byte class that serves `shape`; ValueError if none does."""
         return _choose(self.name, program, shape)
+
+
+def closed_form(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's `Function.backward`: autocast is shut out of it, and a gradient of the gradient is refused with a ValueError."""
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # only create_graph=True leaves it on here
+            raise ValueError("the ops' gradients are closed forms without gradients of their own: create_graph=True is not supported")
+        device = next(grad.device.type for grad in grads if grad is not None)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return call
 
 
 CONTRACTS: dict[str, Contract] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.memory import KeyValues
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -27,7 +27,8 @@ CONTRACT = Contract(
     laws=("row", "split", "place", "shard", "repeat"),
     backward="flash backward from the saved output and log-sum-exp, deterministic order",
     launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "
-    "times a non-finite value is NaN, so on CUDA a packed neighbour's values and dead lanes of a page must be finite (pages are zeroed)",
+    "times a non-finite value is NaN, so values must be finite in every key tile that a row reads: later rows of its own sequence (CPU "
+    "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed)",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True,
@@ -56,6 +57,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows, ctx.scale)
         return *grads, None, None, None, None, None

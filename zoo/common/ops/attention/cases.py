@@ -175,7 +175,7 @@ def case(
 def cases(program: Program) -> list[Case]:
     segment = program.key_segment(64)
     small = [
-        case("one row", [1], 1, 1, 8),
+        case("one row", [1], 1, 1, 8, laws=("row", "place", "repeat")),
         case("ratio 1, wide", [17, 1, 66], 2, 2, 16, "wide"),
         case("ratio 2, cancelling", [65, 2, 64], 4, 2, 32, "cancel"),
         case("ratio 3", [7, 130], 3, 1, 8),

@@ -15,7 +15,11 @@ PANEL_ROWS, KEY_TILE, WIDTH_TILE = 16, 64, 16
 def attention(
     q_RHE: Tensor, k: Tensor, v: Tensor, page_table_NB: Tensor | None, rows: Rows, scale: float, segment: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(out_RHE, log-sum-exp_RH in FP32). A row's bytes depend on its query and on keys 0 .. its position, nothing else."""
+    """(out_RHE, log-sum-exp_RH in FP32).
+
+    A row's bytes depend on its query and on keys 0 .. its position, and on whether later values of its own sequence in the tile of
+    64 keys that holds its position are finite: their weight is 0, and 0 times a non-finite value is NaN.
+    """
     accumulate = torch.promote_types(q_RHE.dtype, torch.float32)
     out = q_RHE.new_empty(q_RHE.shape)
     lse = torch.empty(q_RHE.shape[:2], dtype=accumulate)
@@ -85,7 +89,7 @@ def _segment(
         scores = scores.masked_fill(~visible, -torch.inf)
         top = torch.where(live, torch.maximum(peak, scores.amax(-1)), peak)
         weight = torch.where(visible, torch.exp(scores - top[..., None]), 0.0)
-        keep = torch.where(live & (peak > -torch.inf), torch.exp(peak - top), torch.where(live, 0.0, 1.0))
+        keep = torch.where(live & (peak > -torch.inf), torch.exp(peak - top), (~live).to(peak.dtype))
         mass = torch.where(live, mass * keep + pair_tree(weight), mass)
         product = torch.stack([a @ b for a, b in zip(weight.to(dtype).to(acc.dtype), values, strict=True)])
         acc = torch.where(live[..., None], acc * keep[..., None] + product, acc)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, PackedDelta
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -42,6 +42,7 @@ class _CausalConv(torch.autograd.Function):
         return provider.function("forward")(x, weight, carry, slots, rows)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None, None
 

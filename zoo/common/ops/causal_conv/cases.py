@@ -87,7 +87,7 @@ def _case(name: str, lengths: list[int], channels: int, *, device_sized: bool = 
             pieces = zip(t.args["x_RC"].chunk(parts, 1), t.args["weight_C4"].chunk(parts, 0), strict=True)
             return torch.cat([t.call({**t.args, "x_RC": x, "weight_C4": w}) for x, w in pieces], 1)
 
-        assert_shard_law(by_channels, [d for d in (1, 2, 4) if channels % d == 0])
+        assert_shard_law(by_channels, [d for d in (1, 2, 3, 4) if channels % d == 0])
 
     laws = {
         "row": lambda t: assert_row_law(t.call, t.args, Documents("x_RC"), seed=t.seed),

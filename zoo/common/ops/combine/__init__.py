@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -39,6 +39,7 @@ class _Combine(torch.autograd.Function):
         return provider.function("forward")(slots, weights, experts, shared, block, contributors)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_slots, grad_weights = ctx.provider.function("backward")(grad, *ctx.saved_tensors)
         return grad_slots, grad_weights, None, grad if ctx.shared else None, None, None, None

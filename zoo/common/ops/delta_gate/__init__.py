@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -24,7 +24,7 @@ CONTRACT = Contract(
             "reference", "reference", "cpu", f"{__name__}.reference:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True,
         ),
         Provider(
-            "triton", "exact_fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True,
+            "triton", "fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.reference:delta_gate_backward", defining=True,
         ),
     ),
 )  # fmt: skip
@@ -38,6 +38,7 @@ class _DeltaGate(torch.autograd.Function):
         return provider.function("forward")(a, b, a_log, dt_bias)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad_decay: Tensor, grad_beta: Tensor) -> Any:
         return *ctx.provider.function("backward")(grad_decay, grad_beta, *ctx.saved_tensors), None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -34,6 +34,7 @@ class _Embed(torch.autograd.Function):
         return provider.function("forward")(ids, weight)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.vocabulary), None, None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -47,6 +47,7 @@ class _Experts(torch.autograd.Function):
         return provider.function("forward")(x, chosen, gate_up, down)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, chosen, gate_up, down = ctx.saved_tensors
         grad_x, grad_gate_up, grad_down = ctx.provider.function("backward")(grad, x, chosen, gate_up, down)

@@ -63,7 +63,7 @@ def _case(
 
         assert_shard_law(at_degree, [degree for degree in (1, 2, 4, 8) if degree <= count])
 
-    laws = {**row_laws("x_RD", "experts_RK"), "fusion": fusion, "shard": shard}
+    laws = {**row_laws("x_RD", "experts_RK"), "fusion": fusion, **({"shard": shard} if count > 1 else {})}
     return Case(name, "experts", make, call, laws, ("x_RD", "gate_up_X2FD", "down_XDF"), device_sized, kind=kind)
 
 

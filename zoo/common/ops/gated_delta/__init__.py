@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import DeltaState, PackedDelta
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -75,6 +75,7 @@ class _GatedDelta(torch.autograd.Function):
         return provider.function("forward")(q, k, v, log_decay, beta, initial, rows)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> Any:
         *operands, initial = (*ctx.saved_tensors, None)[:6]
         grad = torch.zeros_like(operands[2]) if grad is None else grad

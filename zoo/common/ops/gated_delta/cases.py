@@ -166,11 +166,11 @@ def _case(
 def cases(program: Program) -> list[Case]:
     rough = ("row", "place", "repeat")
     return [
-        _case("one row", [1], 1, 1, 16, 16),
-        _case("two chunks", [130, 3], 1, 2, 16, 16),
+        _case("one row", [1], 1, 1, 16, 16, laws=rough),
+        _case("two chunks", [130, 3], 2, 4, 16, 16),
         _case("extreme gates", [66, 1, 64], 2, 6, 32, 32, decay=0, laws=("row", "split", "place", "shard", "repeat")),
         _case("edges", EDGES, 1, 1, 32, 32, laws=rough),
-        _case("heads of 128", [65, 2], 1, 2, 128, 128, decay=0.05, laws=("row", "place", "shard", "repeat")),
+        _case("heads of 128", [65, 2], 1, 2, 128, 128, decay=0.05, laws=rough),
         _case("qwen3.5-35b-a3b, edges", [*EDGES, 593, 1000], 16, 32, 128, 128, 0.05, ("row", "place", "shard", "repeat"), True),
         _case("qwen3.5-35b-a3b, a row at a time", [200, 129], 16, 32, 128, 128, 0, ("split",), True),
         _case("qwen3.5-4b, a row at a time", [593, 64], 16, 32, 128, 128, 0.05, ("split",), True),

@@ -323,7 +323,14 @@ def _heads_contiguous(x_RHK: Tensor) -> Tensor:
 
 
 def plan(rows: Rows) -> tuple[Tensor, Tensor]:
-    """`_plan`'s tables, [C, 4] and [N, 2]; C is the most chunks that so many rows and sequences can touch."""
+    """`_plan`'s tables, [C, 4] and [N, 2], once for all layers; C is the most chunks that so many rows and sequences can touch."""
+    key = "gated_delta plan"
+    if key not in rows.launch:
+        rows.launch[key] = _lay_out(rows)
+    return rows.launch[key]
+
+
+def _lay_out(rows: Rows) -> tuple[Tensor, Tensor]:
     sequences = rows.starts_N1.shape[0] - 1
     chunks, integers = rows.count // CHUNK + 2 * sequences, {"dtype": torch.int32, "device": rows.starts_N1.device}
     chunk, sequence = torch.empty(chunks, 4, **integers), torch.empty(sequences, 2, **integers)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 EPS = 1e-6
@@ -36,6 +36,7 @@ class _L2Norm(torch.autograd.Function):
         return provider.function("forward")(x, EPS)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.provider.function("backward")(grad, *ctx.saved_tensors, EPS), None
 

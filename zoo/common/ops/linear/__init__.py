@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -45,6 +45,7 @@ class _Linear(torch.autograd.Function):
         return provider.function("forward")(x, weight, out_dtype, k_parts)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad_y: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = ctx.provider.function("backward")(grad_y, x, weight, *ctx.needs_input_grad[:2])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 # columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
@@ -78,6 +78,7 @@ class _LogProb(torch.autograd.Function):
         return torch.clamp(selected - lse, max=0.0), lse, lse - mean
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, targets, inverse_temperature, lse, mean = ctx.saved_tensors
         grad_of_logits = ctx.provider.function("backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,18 @@ from zoo.testing import Args, assert_fusion_law, assert_shard_law
 
 
 def _case(
-    name: str, rows: int, vocabulary: int, width: int, kind: str = "normal", temperature: bool = False, device_sized: bool = False
+    name: str,
+    rows: int,
+    vocabulary: int,
+    width: int,
+    kind: str = "normal",
+    temperature: bool = False,
+    device_sized: bool = False,
+    *,
+    group: int,
 ) -> Case:
+    groups = -(-vocabulary // group)
+
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)
         scale = 2.0**10 if kind == "subnormal" else 3.0 * width**-0.5
@@ -45,8 +56,6 @@ def _case(
         assert_fusion_law(t.call, composed)
 
     def shard(t: Trial) -> None:
-        groups = -(-vocabulary // t.program.vocab_group)
-
         def at_degree(degree: int) -> Any:
             if degree == 1:
                 return t.call()
@@ -57,22 +66,24 @@ def _case(
 
         assert_shard_law(at_degree, [d for d in (1, 2, 4, 8) if d <= groups])
 
-    laws = {**row_laws("hidden_RD", "targets_R", "inverse_temperature_R"), "fusion": fusion, "shard": shard}
+    laws = {**row_laws("hidden_RD", "targets_R", "inverse_temperature_R"), "fusion": fusion}
+    laws |= {"shard": shard} if groups > 1 else {}
     return Case(name, "log_prob", make, call, laws, ("hidden_RD", "weight_VD"), device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:
     group = program.vocab_group
+    case = functools.partial(_case, group=group)
     return [
-        _case("one token", 1, 1, 8),
-        _case("one short of a group", 7, group - 1, 33, temperature=True),
-        _case("a group", 17, group, 64),
-        _case("one over a group", 33, group + 1, 64, "wide"),
-        _case("five groups, the last of one", 17, 4 * group + 1, 64, "cancel", temperature=True),
-        _case("K 1024", 5, 2 * group, 1024),
-        _case("subnormal", 2, 300, 128, "subnormal"),
-        _case("beyond one chunk of the vocabulary", 3, 16384 + group + 1, 16),
-        _case("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
-        _case("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
-        _case("qwen3-30b-a3b, 64 rows", 64, 151936, 2048, device_sized=True),
+        case("one token", 1, 1, 8),
+        case("one short of a group", 7, group - 1, 33, temperature=True),
+        case("a group", 17, group, 64),
+        case("one over a group", 33, group + 1, 64, "wide"),
+        case("five groups, the last of one", 17, 4 * group + 1, 64, "cancel", temperature=True),
+        case("K 1024", 5, 2 * group, 1024),
+        case("subnormal", 2, 300, 128, "subnormal"),
+        case("beyond one chunk of the vocabulary", 3, 16384 + group + 1, 16),
+        case("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
+        case("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
+        case("qwen3-30b-a3b, 64 rows", 64, 151936, 2048, device_sized=True),
     ]

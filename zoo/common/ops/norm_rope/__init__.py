@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.ops.norm_rope.reference import Heads, split_heads
 from zoo.common.program import Program
 
@@ -41,6 +41,7 @@ class _NormRope(torch.autograd.Function):
         return q, k, split_heads(qkv, heads)[2]
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
         grads = ctx.provider.function("backward")(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.constants)
         return *grads, *[None] * 6

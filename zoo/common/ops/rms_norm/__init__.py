@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -42,6 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed, total
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor | None = None) -> Any:
         total, weight = ctx.saved_tensors
         grad_x, grad_weight = ctx.provider.function("backward")(grad, grad_total, total, weight, ctx.eps, ctx.offset)

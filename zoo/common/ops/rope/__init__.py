@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -49,6 +49,7 @@ class _Rope(torch.autograd.Function):
         return provider.function("forward")(x, table, positions, False)
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         table, positions = ctx.saved_tensors
         return ctx.provider.function("backward")(grad, table, positions, True), None, None, None

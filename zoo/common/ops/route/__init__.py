@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import Contract, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -37,6 +37,7 @@ class _Route(torch.autograd.Function):
         return weights, experts
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         logits, experts = ctx.saved_tensors
         return ctx.provider.function("backward")(grad, logits, experts, ctx.renormalise), None, None, None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import CONTRACTS
+from zoo.common.ops.contract import CONTRACTS, closed_form
 from zoo.common.ops.log_prob import ROW_CHUNK, VOCABULARY_CHUNK, log_prob_of_logits, logits
 from zoo.common.program import Program
 
@@ -61,6 +61,7 @@ class ScoreFiltered(torch.autograd.Function):
         return out
 
     @staticmethod
+    @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         """log_prob's walk over chunks of the vocabulary; the cut is known, so no row's whole logits are needed again."""
         hidden, weight, targets, scored, lse, logit, last = ctx.saved_tensors

@@ -1,0 +1,318 @@
+"""What a caller does around a model and must move no byte, or be refused: compilers, converters, defaults, autocast, configs."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.common import ops
+from zoo.common.engine import Engine
+from zoo.common.layers import RotaryTable
+from zoo.common.memory import PackedMemory
+from zoo.common.ops.attention.reference import KEY_TILE
+from zoo.common.program import narrow_parts, resolve
+from zoo.common.rows import Rows
+from zoo.common.sampling import SamplingParams
+from zoo.common.training import ForRL
+from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
+from zoo.qwen3_5 import Qwen35Config, Qwen35ForRL, Qwen35ForServing
+from zoo.qwen3_5.config import MOE_SIZES as MOE_35
+from zoo.qwen3_5.config import SIZES as SIZES_35
+from zoo.testing import LawBroken, assert_same_bytes
+
+CONFIGS = {"qwen3": SIZES["tiny"], "qwen3_moe": MOE_SIZES["tiny"], "qwen3_5": SIZES_35["tiny"], "qwen3_5_moe": MOE_35["tiny"]}
+IDS = torch.randint(512, (90,), generator=torch.Generator().manual_seed(3))
+STARTS = torch.tensor([0, 19, 90])
+
+
+def trainer(config: Any, **settings: Any) -> ForRL:
+    return (Qwen3ForRL if isinstance(config, Qwen3Config) else Qwen35ForRL).from_config(config, seed=4, device="cpu", **settings)
+
+
+def server(config: Any) -> Any:
+    return (Qwen3ForServing if isinstance(config, Qwen3Config) else Qwen35ForServing).from_config(config, seed=4, device="cpu")
+
+
+def small(arch: str) -> Any:
+    config = CONFIGS[arch]
+    return replace(config, layers=1) if isinstance(config, Qwen3Config) else replace(config, layers=2, full=(False, True))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> ForRL:
+    return trainer(small(request.param))
+
+
+def gradients(model: ForRL, inside: Any = None) -> list[Tensor]:
+    model.zero_grad()
+    loss = (
+        model(IDS, cu_seqlens=STARTS, labels=IDS).loss
+        + model.score(IDS, STARTS, sampling=SamplingParams(top_p=0.8), entropy=True).entropy_R.sum()
+    )
+    if inside is None:
+        loss.backward()
+    else:
+        with inside:
+            loss.backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+class TestFingerprint:
+    @pytest.mark.parametrize("arch", CONFIGS)
+    def test_every_number_of_the_config_is_a_line(self, arch: str) -> None:
+        config = small(arch)
+        lines = trainer(config).fingerprint().program
+        fields = {f.name for f in dataclasses.fields(config)} - {"eos", "published", "wrapped"}
+        assert {name.removeprefix("config.") for name in lines if name.startswith("config.")} == fields
+        assert lines["config.eps"] == "1e-06"
+
+    @pytest.mark.parametrize(
+        ("arch", "change"),
+        [
+            ("qwen3", {"eps": 1e-3}),
+            ("qwen3_moe", {"experts_per_token": 4}),
+            ("qwen3_moe", {"renormalise": False}),
+            ("qwen3_5", {"rotated": 16}),
+        ],
+    )
+    def test_another_config_is_refused(self, arch: str, change: dict[str, Any]) -> None:
+        config = small(arch)
+        mine, theirs = server(config), trainer(replace(config, **change))
+        [name] = change
+        assert mine.weights_version == theirs.weights_version  # the weights can't tell them apart
+        with pytest.raises(ValueError, match=f"config.{name}: {getattr(config, name)} against {change[name]}"):
+            mine.fingerprint().check(theirs.fingerprint())
+        trainer(replace(config, eos=(1, 2, 3))).fingerprint().check(mine.fingerprint())
+
+
+class TestCompilers:
+    def test_the_bytes_are_the_eager_ones(self) -> None:
+        model = trainer(small("qwen3"))
+        score, loss = model.score(IDS, STARTS), model(IDS, cu_seqlens=STARTS, labels=IDS).loss
+        expected = gradients(model)
+        assert_same_bytes(torch.compile(model.score)(IDS, STARTS), score)
+        compiled = torch.compile(model)
+        assert_same_bytes(compiled(IDS, cu_seqlens=STARTS, labels=IDS).loss, loss)
+        assert_same_bytes(compiled.score(IDS, STARTS), score)
+        inside = copy.deepcopy(model)
+        inside.compile()
+        assert_same_bytes(inside(IDS, cu_seqlens=STARTS, labels=IDS).loss, loss)
+        assert_same_bytes(gradients(inside), expected)
+
+    def test_nothing_behind_a_door_is_captured(self, model: ForRL) -> None:
+        captured: list[Any] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            captured.append(graph)
+            return graph.forward
+
+        served, rows = server(model.config), Rows.pushed([20], None, "cpu")
+        memory = served.make_memory(4, 16, 2)
+        table = memory.table([[1, 2]], [1], 2)
+        hidden = model(IDS, cu_seqlens=STARTS).hidden_states.detach()
+        doors: dict[Any, tuple[Any, ...]] = {
+            model.score: (IDS, STARTS),
+            model.forward: (IDS, STARTS),
+            model.logits: (hidden,),
+            served.logits: (hidden,),
+            served.log_prob: (hidden, IDS),
+            served.prefill: (IDS[:20], rows, memory, table),
+            served.decode: (IDS[:20], rows, memory, table),
+        }
+        for door, inputs in doors.items():
+            torch.compile(door, backend=backend)(*inputs)
+            assert not captured, door.__name__
+        for door in (model.logits, served.logits):  # the control: what stands behind a door would be captured
+            torch.compile(door.__wrapped__, backend=backend)(door.__self__, hidden)
+        assert len(captured) >= 2
+
+
+CONVERSIONS: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
+    "half": (lambda m: m.half(), torch.float16),
+    "float": (lambda m: m.float(), torch.float32),
+    "double": (lambda m: m.double(), torch.float64),
+    "to": (lambda m: m.to(torch.float16), torch.float16),
+    "one layer": (lambda m: m.model.layers[-1].float(), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_converted_model_is_refused(model: ForRL, name: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    for ready in (False, True):  # before the first call, and after one
+        converted = copy.deepcopy(model)
+        if ready:
+            converted.score(IDS, STARTS)
+        convert(converted)
+        for door, inputs in ((converted.score, (IDS, STARTS)), (converted, (IDS, STARTS)), (converted.logits, (IDS,))):
+            with pytest.raises(ValueError, match=rf"is {dtype}, program 'aligned' needs torch.(bfloat16|float32)"):
+                door(*inputs)
+
+
+def test_what_moves_no_dtype_is_taken(model: ForRL) -> None:
+    expected = model.score(IDS, STARTS)
+    assert_same_bytes(copy.deepcopy(model).to("cpu").cpu().requires_grad_(False).score(IDS, STARTS), expected)
+    wide = trainer(model.config, program="transformers")
+    assert_same_bytes(copy.deepcopy(wide).float().score(IDS, STARTS), wide.score(IDS, STARTS))
+    with pytest.raises(ValueError, match=r"torch.bfloat16, program 'transformers' needs torch.float32"):
+        wide.bfloat16().score(IDS, STARTS)
+
+
+def test_fp32_weights_of_qwen3_5_may_not_be_narrowed() -> None:
+    with pytest.raises(ValueError, match=r"model.layers.0.mixer.a_log is torch.bfloat16, program 'aligned' needs torch.float32"):
+        trainer(small("qwen3_5")).to(torch.bfloat16).score(IDS, STARTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_moves_nothing(model: ForRL, dtype: torch.dtype) -> None:
+    def numbers() -> Any:
+        made = trainer(model.config)
+        params = SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_new_tokens=3, ignore_eos=True)
+        [done] = Engine(server(model.config), pages=20, page_size=16).generate([IDS[:40].tolist()], params)
+        return (
+            made.score(IDS, STARTS, sampling=params, entropy=True, top_k=2),
+            gradients(made),
+            torch.tensor(done.log_probs, dtype=torch.float64),
+        )
+
+    expected = numbers()
+    torch.set_default_dtype(dtype)
+    try:
+        found = numbers()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_bytes(found, expected)
+
+
+def test_a_model_built_directly_has_its_rope_table(model: ForRL) -> None:
+    made = type(model)(model.config, model.program)
+    made.load_state_dict(model.state_dict())
+    assert_same_bytes(made.score(IDS, STARTS), model.score(IDS, STARTS))
+    fresh = type(model)(model.config, model.program)
+    fresh.load_state_dict(model.state_dict())
+    fresh.fingerprint().check(model.fingerprint())
+    [table] = [m for m in made.modules() if isinstance(m, RotaryTable)]
+    table.table_PC2 = table.table_PC2.roll(1, 0)
+    with pytest.raises(LawBroken):  # the control
+        assert_same_bytes(made.score(IDS, STARTS), model.score(IDS, STARTS))
+
+
+class TestBackward:
+    def test_inside_autocast(self, model: ForRL) -> None:
+        expected = gradients(model)
+        assert_same_bytes(gradients(model, torch.autocast("cpu", torch.bfloat16)), expected)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            assert_same_bytes(gradients(model, torch.autocast("cpu", torch.bfloat16)), expected)
+        finally:
+            model.gradient_checkpointing_disable()
+
+    def test_a_gradient_of_the_gradient_is_refused(self, model: ForRL) -> None:
+        weight = next(model.parameters())
+        loss = model.score(IDS, STARTS).sum()
+        with pytest.raises(ValueError, match="create_graph=True is not supported"):
+            torch.autograd.grad(loss, weight, create_graph=True)
+        torch.autograd.grad(model.score(IDS, STARTS).sum(), weight)
+
+    def test_every_function_has_the_decorator(self) -> None:
+        seen = []
+        for path in sorted(Path(ops.__file__).parent.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases):
+                    [backward] = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "backward"]
+                    assert [ast.unparse(d) for d in backward.decorator_list] == ["staticmethod", "closed_form"], node.name
+                    seen.append(node.name)
+        assert len(seen) == 18
+
+
+def test_weights_may_be_swapped_by_views_of_themselves(model: ForRL) -> None:
+    swapped = copy.deepcopy(model)
+    layer = max(i for i, full in enumerate(getattr(model.config, "full", [True])) if full)
+    places = [f"{'model.layers'}.{layer}.self_attn.{n}_norm.weight" for n in "qk"]
+    views = dict(swapped.published_tensors())
+    before = {name: views[name].clone() for name in places}
+    assert not torch.equal(before[places[0]], before[places[1]])
+    swapped.load_weights([(places[0], views[places[1]]), (places[1], views[places[0]])])
+    assert_same_bytes([views[places[0]], views[places[1]]], [before[places[1]], before[places[0]]])
+    swapped.load_weights(list(swapped.published_tensors()))
+    assert_same_bytes([views[places[0]], views[places[1]]], [before[places[1]], before[places[0]]])
+
+
+HUGE, LAYERS = 10**12, 10**7
+BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "list": ({"rope_parameters": [1]}, r"rope_parameters must be an object, it is \[1\]"),
+    "empty list": ({"rope_parameters": []}, r"rope_parameters must be an object, it is \[\]"),
+    "unknown": ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "rope_parameters has unknown fields factor"),
+    "other theta": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 10.0}}, "rope_theta is 5.0, and 10.0 in rope_parameters"),
+    "scaled": ({"rope_scaling": {}}, r"rope_scaling \{\} is not supported, only null"),
+    "type": ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    "theta inf": ({"rope_parameters": None, "rope_theta": math.inf}, "rope_theta must be a number above 0 that FP32 holds, it is inf"),
+    "theta nan": ({"rope_parameters": {"rope_theta": math.nan}, "rope_theta": None}, "rope_theta must be a number .* it is nan"),
+    "theta huge": ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta must be a number .* it is 1000"),
+    "eps inf": ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a number above 0 that FP32 holds, it is inf"),
+    "layers": ({"num_hidden_layers": LAYERS, "layer_types": None}, r"num_hidden_layers must be at most 1024, it is 10000000|1e\+07"),
+    "positions": ({"max_position_embeddings": HUGE}, r"max_position_embeddings must be at most 16777216, it is 1e\+12"),
+    "eos text": ({"eos_token_id": "2"}, "eos_token_id must be token ids of at least 0, it is '2'"),
+    "eos fraction": ({"eos_token_id": [2.5]}, "eos_token_id must be token ids"),
+    "eos bool": ({"eos_token_id": True}, "eos_token_id must be token ids"),
+    "eos outside": ({"eos_token_id": [2, 512]}, "eos_token_id 512 is outside the vocabulary of 512"),
+}
+
+
+@pytest.mark.parametrize("made", [Qwen3Config, Qwen35Config])
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_a_contradictory_or_absurd_config_is_refused(made: Any, name: str) -> None:
+    fields = (SIZES if made is Qwen3Config else SIZES_35)["tiny"].to_hf()
+    made.from_hf(json.loads(json.dumps(fields)))
+    change, sentence = BAD_FIELDS[name]
+    with pytest.raises(ValueError, match=sentence):
+        made.from_hf({**fields, **change})
+
+
+def test_rope_theta_may_stand_in_either_place_or_both() -> None:
+    fields = SIZES["tiny"].to_hf()
+    theta = fields.pop("rope_theta")
+    for way in ({"rope_theta": theta}, {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}):
+        assert Qwen3Config.from_hf({**fields, **way}).theta == theta
+    both = {"rope_theta": 1000000, "rope_parameters": {"rope_theta": theta}}
+    assert Qwen3Config.from_hf({**fields, **both}).theta == theta
+
+
+@pytest.mark.parametrize("outputs", [1, 8, 16, 128, 256, 300])
+def test_parts_of_a_narrow_linear_divide_it(outputs: int) -> None:
+    for inputs in (96, 1024, 1028, 2048, 4100, 5121, 6144, 8200, 10002, 16384):
+        parts = narrow_parts(outputs, inputs)
+        assert inputs % parts == 0 and parts in (1, 2, 4, 8, 16)
+    assert narrow_parts(1, 2048) == 8 and narrow_parts(256, 6144) == 8 and narrow_parts(24, 16384) == 16
+    assert narrow_parts(24, 8200) == 8 and narrow_parts(24, 10002) == 2 and narrow_parts(1, 1028) == 4
+
+
+def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:
+    """What README's limits say, to the row: the earlier rows of the same key tile, no other tile, no other document."""
+    program = resolve("aligned", "cpu", torch.bfloat16)
+    starts = torch.tensor([0, 150, 200])
+    q, k, v = (torch.randn(200, 2, 16, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+
+    def out(values: Tensor) -> Tensor:
+        rows = Rows.packed(starts)
+        return ops.attention(q, PackedMemory()[0].append(k, values, rows), rows, 0.25, program=program)
+
+    spoiled = v.clone()
+    spoiled[100] = torch.nan
+    clean, dirty = out(v), out(spoiled)
+    tile = 100 // KEY_TILE * KEY_TILE
+    assert_same_bytes([dirty[:tile], dirty[150:]], [clean[:tile], clean[150:]])
+    assert dirty[tile:150].isnan().all()
