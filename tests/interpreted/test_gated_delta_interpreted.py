@@ -137,7 +137,7 @@ def test_the_plan_is_laid_out_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
     lay_out = kernels._lay_out
     monkeypatch.setattr(kernels, "_lay_out", lambda rows: laid_out.append(rows) or lay_out(rows))
     args = made([70, 5])
-    rows, operands = packed_rows(args["lengths"], "cpu"), [args[name] for name in OPERANDS]
+    rows, operands = packed_rows(args), [args[name] for name in OPERANDS]
     first, second = (kernels.gated_delta(*operands, None, rows) for _ in range(2))
     kernels_backward.gated_delta_backward(torch.ones_like(first[0]), None, *operands, None, rows)
     assert len(laid_out) == 1 and torch.equal(first[0], second[0])

@@ -258,6 +258,10 @@ def test_a_record_that_was_touched_is_caught() -> None:
         mixed = replace(first, versions=("0" * 32, *first.versions[1:]))
         with pytest.raises(ValueError, match="mixes weights"):
             scorer.score([mixed])
+        warm = next(c for c in completions if c.sampling.temperature > 0)
+        reseeded = replace(warm, sampling=replace(warm.sampling, seed=warm.sampling.seed + 1))
+        with pytest.raises(ValueError, match="drawn again it is"):
+            scorer.score([reseeded])
 
 
 def test_what_one_side_lacks_is_an_error() -> None:

@@ -47,8 +47,10 @@ class FieldReader:
         return self._positive(name, self.raw(name))
 
     def _positive(self, name: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= torch.finfo(torch.float32).max:
-            raise ValueError(f"{self.family}: {name} must be a number above 0 that FP32 holds, it is {value!r:.40}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{self.family}: {name} must be a number above 0, it is {value!r}")
+        if value > torch.finfo(torch.float32).max:
+            raise ValueError(f"{self.family}: {name} must be a number that FP32 holds, it is {value!r:.40}")
         return float(value)
 
     def boolean(self, name: str) -> bool:
@@ -101,7 +103,7 @@ class FieldReader:
         if kind != "default":
             raise ValueError(f"{self.family}: rope type {kind!r} is not supported, only 'default'")
         if scaling is not None:
-            raise ValueError(f"{self.family}: rope_scaling {scaling!r} is not supported, only null")
+            raise ValueError(f"{self.family}: rope type in rope_scaling {scaling!r} is not supported, only null")
         unknown = sorted(set(parameters) - {"rope_type", *names, *ignored})
         if unknown:
             raise ValueError(f"{self.family}: rope_parameters has unknown fields {', '.join(unknown)}")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 CHUNK = 64
 CARRY = 3  # rows before the convolution of width 4
-RESERVED_SLOT = 0
 
 
 @dataclass(frozen=True)

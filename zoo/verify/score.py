@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.engine import Completion
+from zoo.common.engine import Completion, check_draws
 from zoo.common.training import ForRL
 from zoo.verify.subject import load
 
@@ -74,7 +74,12 @@ def score_file(path: Path, out: Path, models: _Models) -> None:
     records = json.loads(path.read_text())
     try:
         completions = [Completion.from_dict(c) for c in records["completions"]]
-        answer: dict[str, Any] = {"scores": score(models.of(records), completions)}
+        model = models.of(records)
+        scores = score(model, completions)
+        for c, again in zip(completions, scores["log_probs"], strict=True):
+            if again == list(c.log_probs):  # where the bytes differ, the ladder counts them
+                check_draws(model, c)
+        answer: dict[str, Any] = {"scores": scores}
     except ValueError as error:
         answer = {"refused": str(error)}
     out.write_text(json.dumps(answer))
