@@ -32,17 +32,13 @@ class ForServing(Pretrained, nn.Module):
 
     @own_dtypes
     @torch.no_grad()
-    def prefill(
-        self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None
-    ) -> Tensor:
+    def prefill(self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
         page_table_NB int32: page b of sequence n. ValueError for a position beyond the table. Runs eagerly, also under torch.compile.
         """
         if rows.max_length > self.config.positions:
-            raise ValueError(
-                f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}"
-            )
+            raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
         if rows.max_length > memory.capacity(page_table_NB):
             raise ValueError(f"{rows.max_length} tokens do not fit a page table of {memory.capacity(page_table_NB)}")
         rows.launch.clear()  # static rows change in place between calls, and a captured graph must derive its own
