@@ -24,11 +24,11 @@ CONTRACT = Contract(
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:causal_conv",
-            f"{__name__}.reference:causal_conv_backward", defining=True,
+            f"{__name__}.backward:causal_conv_backward", defining=True,
         ),
         Provider(
             "triton", "single_round", "cuda", f"{__name__}.kernels:causal_conv",
-            f"{__name__}.reference:causal_conv_backward", defining=True,
+            f"{__name__}.backward:causal_conv_backward", defining=True,
         ),
     ),
 )  # fmt: skip

@@ -22,11 +22,11 @@ CONTRACT = Contract(
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:gated_rms_norm",
-            f"{__name__}.reference:gated_rms_norm_backward", defining=True,
+            f"{__name__}.backward:gated_rms_norm_backward", defining=True,
         ),
         Provider(
             "triton", "pair_tree", "cuda", f"{__name__}.kernels:gated_rms_norm",
-            f"{__name__}.reference:gated_rms_norm_backward", defining=True,
+            f"{__name__}.backward:gated_rms_norm_backward", defining=True,
         ),
     ),
 )  # fmt: skip

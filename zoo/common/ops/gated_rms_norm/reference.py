@@ -13,17 +13,3 @@ def gated_rms_norm(x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float
     value, gate = x_RVE.to(accumulate), gate_RVE.to(accumulate)
     scale = torch.rsqrt(pair_tree(value * value) * torch.tensor(1.0 / value.shape[-1], dtype=accumulate) + eps)[..., None]
     return (((value * scale) * weight_E.to(accumulate)) * (gate / (1 + torch.exp(-gate)))).to(x_RVE.dtype)
-
-
-def gated_rms_norm_backward(grad: Tensor, x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, gate and weight."""
-    accumulate = torch.promote_types(x_RVE.dtype, torch.float32)
-    value, gate, weight, upstream = (t.to(accumulate) for t in (x_RVE, gate_RVE, weight_E, grad))
-    scale = torch.rsqrt((value * value).mean(-1, keepdim=True) + eps)
-    normal, sigmoid = value * scale, 1 / (1 + torch.exp(-gate))
-    silu = gate * sigmoid
-    grad_weight = (upstream * silu * normal).flatten(0, -2).sum(0)
-    grad_gate = upstream * normal * weight * (sigmoid + silu * (1 - sigmoid))
-    scaled = upstream * silu * weight
-    grad_x = scale * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    return grad_x.to(x_RVE.dtype), grad_gate.to(gate_RVE.dtype), grad_weight.to(weight_E.dtype)

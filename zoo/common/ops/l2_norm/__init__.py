@@ -22,8 +22,8 @@ CONTRACT = Contract(
     backward="closed form in FP32",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:l2_norm", f"{__name__}.reference:l2_norm_backward", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:l2_norm", f"{__name__}.reference:l2_norm_backward", defining=True),
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
     ),
 )  # fmt: skip
 

@@ -11,11 +11,3 @@ from zoo.common.ops.trees import pair_tree
 def l2_norm(x_RHK: Tensor, eps: float) -> Tensor:
     value = x_RHK.to(torch.promote_types(x_RHK.dtype, torch.float32))
     return (value * torch.rsqrt(pair_tree(value * value) + eps)[..., None]).to(x_RHK.dtype)
-
-
-def l2_norm_backward(grad: Tensor, x_RHK: Tensor, eps: float) -> Tensor:
-    accumulate = torch.promote_types(x_RHK.dtype, torch.float32)
-    value, upstream = x_RHK.to(accumulate), grad.to(accumulate)
-    scale = torch.rsqrt((value * value).sum(-1, keepdim=True) + eps)
-    normal = value * scale
-    return (scale * (upstream - normal * (upstream * normal).sum(-1, keepdim=True))).to(x_RHK.dtype)

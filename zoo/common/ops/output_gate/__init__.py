@@ -22,11 +22,11 @@ CONTRACT = Contract(
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:output_gate",
-            f"{__name__}.reference:output_gate_backward", defining=True,
+            f"{__name__}.backward:output_gate_backward", defining=True,
         ),
         Provider(
             "triton", "single_round", "cuda", f"{__name__}.kernels:output_gate",
-            f"{__name__}.reference:output_gate_backward", defining=True,
+            f"{__name__}.backward:output_gate_backward", defining=True,
         ),
     ),
 )  # fmt: skip

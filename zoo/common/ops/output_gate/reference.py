@@ -9,12 +9,3 @@ from torch import Tensor
 def output_gate(x: Tensor, gate: Tensor) -> Tensor:
     accumulate = torch.promote_types(x.dtype, torch.float32)
     return (x.to(accumulate) * (1 / (1 + torch.exp(-gate.to(accumulate))))).to(x.dtype)
-
-
-def output_gate_backward(grad: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    accumulate = torch.promote_types(x.dtype, torch.float32)
-    upstream, sigmoid = grad.to(accumulate), 1 / (1 + torch.exp(-gate.to(accumulate)))
-    grad_gate = upstream * x.to(accumulate) * sigmoid * (1 - sigmoid)
-    if gate.shape != x.shape:
-        grad_gate = grad_gate.sum(-1, keepdim=True)
-    return (upstream * sigmoid).to(x.dtype), grad_gate.to(gate.dtype)

@@ -21,8 +21,8 @@ CONTRACT = Contract(
     backward="closed form in FP32; the choice itself has no gradient",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:route", f"{__name__}.reference:route_backward", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:route", f"{__name__}.reference:route_backward", defining=True),
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:route", f"{__name__}.backward:route_backward", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:route", f"{__name__}.backward:route_backward", defining=True),
     ),
 )  # fmt: skip
 

@@ -1,0 +1,15 @@
+"""output_gate's gradient: the closed form in plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def output_gate_backward(grad: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    upstream, sigmoid = grad.to(accumulate), 1 / (1 + torch.exp(-gate.to(accumulate)))
+    grad_gate = upstream * x.to(accumulate) * sigmoid * (1 - sigmoid)
+    if gate.shape != x.shape:
+        grad_gate = grad_gate.sum(-1, keepdim=True)
+    return (upstream * sigmoid).to(x.dtype), grad_gate.to(gate.dtype)
