@@ -22,7 +22,7 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     try:
         made = model_class(source.config)
         table: WeightTable | None = made.table(made.config_class.from_hf(source.config))
-        known = f"loads with {made.__name__}"
+        known = f"a checkpoint of {made.__name__}"
     except ValueError as error:
         table, known = None, f"not supported: {error}"
 

@@ -17,7 +17,7 @@ app = typer.Typer(
     help="Language models whose log-probabilities have the same bytes in training, prefill and decode.",
 )
 
-ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, glm5 or deepseek_v4"
+ARCH = "qwen3, qwen3_moe, qwen3_5 or qwen3_5_moe"
 Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
 Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU", show_default=False)]
@@ -93,7 +93,7 @@ def audit(json_file: Json = None) -> None:
     files, found = scan()
     for finding in found:
         typer.echo(f"{finding.file}:{finding.line}: {finding.what}")
-    typer.echo(f"{files} files scanned, {len(found)} numbers made outside an op")
+    typer.echo(f"{files} files scanned, {len(found) or 'none'} made outside an op")
     _write_json(json_file, {"files": files, "findings": [vars(finding) for finding in found]})
     if found:
         raise typer.Exit(1)
@@ -129,6 +129,9 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops 
     """Run benchmarks.ops or benchmarks.models of a source checkout; everything after the name goes to it."""
     import runpy
 
+    if what in ("--help", "-h"):
+        typer.echo(context.get_help())
+        raise typer.Exit
     if what not in ("ops", "models"):
         raise ValueError(f"there is no benchmark {what!r}; there are ops and models")
     root = Path(__file__).parents[1]

@@ -503,7 +503,7 @@ def test_fingerprint(copy: Path) -> None:
     assert mine.realisation["qualification"] == "unqualified" and mine.toolchain["torch"] == torch.__version__
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    with pytest.raises(ValueError, match=f"differ in 1 lines: weights: {mine.weights} against {model.weights_version}"):
+    with pytest.raises(ValueError, match=rf"differ in 1 line\(s\): weights: {mine.weights} against {model.weights_version}"):
         mine.check(model.fingerprint())
     other = load(copy, program="transformers", dtype=torch.float32).fingerprint()
     with pytest.raises(ValueError, match="dtype: bfloat16 against float32"):

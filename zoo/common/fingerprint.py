@@ -44,7 +44,7 @@ class Fingerprint:
             if mine.get(name) != theirs.get(name)
         ]
         if lines:
-            raise ValueError(f"fingerprints differ in {len(lines)} lines: " + "; ".join(lines))
+            raise ValueError(f"fingerprints differ in {len(lines)} line(s): " + "; ".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

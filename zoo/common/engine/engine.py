@@ -21,7 +21,7 @@ from zoo.common.fingerprint import Fingerprint
 from zoo.common.sampling import SamplingParams
 from zoo.common.serving import ForServing
 
-GPU_SHARE = 0.8  # of the memory that is free when the engine starts; the rest is for activations and graphs
+PERCENT = 80  # of the memory that is free when the engine starts; the rest is for activations and graphs
 CPU_BYTES = 2 << 30
 MODES = ("recompute", "keep")
 
@@ -401,7 +401,7 @@ class Engine:
         room = CPU_BYTES
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            room = int((torch.cuda.mem_get_info(self.device)[0] + cached) * GPU_SHARE)
+            room = (torch.cuda.mem_get_info(self.device)[0] + cached) * PERCENT // 100
         probe = self.model.make_memory(2, page_size, max_batch)
         useful = max_batch * probe.pages_for(self.model.config.positions) + 1
         two = probe.nbytes
