@@ -146,7 +146,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
         schedule_conservativeness=0.05,
         max_total_tokens=max(int(needed * SQUEEZE) // page * page, 8192),
         cuda_graph_bs_decode=[1, 8, 32, 64],
-        mem_fraction_static=0.6,
+        mem_fraction_static=0.85,
         enable_return_routed_experts=bool(model.config.experts),
         log_level="warning",
     )
@@ -172,7 +172,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
         free.bind(("127.0.0.1", 0))
         url, port = f"http://127.0.0.1:{free.getsockname()[1]}", str(free.getsockname()[1])
     options = ["--model-path", str(folder / "weights"), "--attention-backend", "zoo", "--skip-tokenizer-init", "--port", port]
-    options += ["--context-length", str(CONTEXT), "--mem-fraction-static", "0.6", "--max-total-tokens", "65600", "--log-level", "warning"]
+    options += ["--context-length", str(CONTEXT), "--mem-fraction-static", "0.85", "--max-total-tokens", "65600", "--log-level", "warning"]
     options += ["--cuda-graph-bs-decode", "1", "8", "32", "--skip-server-warmup"]
 
     def post(request: Request) -> Any:

@@ -16,7 +16,8 @@ from zoo.common.ops.log_prob.top import top_log_prob
 from zoo.common.ops.norm_rope import norm_rope
 from zoo.common.ops.output_gate import output_gate
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
-from zoo.common.ops.rope import rope, rope_table, table_hash
+from zoo.common.ops.rope import rope, table_hash
+from zoo.common.ops.rope.table import rope_table
 from zoo.common.ops.route import route
 from zoo.common.ops.sample import Drawn, sample, score_filtered, support
 from zoo.common.ops.swiglu import swiglu

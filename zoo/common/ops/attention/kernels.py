@@ -194,7 +194,7 @@ def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: 
     used = _segment_lengths(rows, depth, size)
     parts = q.new_empty(batch * depth, 1, heads, width)
     part_lse = torch.empty(batch * depth, heads, 1, dtype=torch.float32, device=q.device)
-    virtual = q[:, None].expand(batch, depth, heads, width).reshape(batch * depth, 1, heads, width)
+    virtual = q.repeat_interleave(depth, 0)[:, None]  # a copy: FlashAttention 4 compiles a stride of 0 in
     _fa4(
         virtual, k, v, seqused_k=used, page_table=table, max_seqlen_k=size, softmax_scale=scale, causal=True,
         out=parts, lse=part_lse,

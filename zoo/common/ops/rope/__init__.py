@@ -28,14 +28,6 @@ CONTRACT = Contract(
 )
 
 
-def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
-    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do."""
-    exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    frequency = 1.0 / (theta**exponent)
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).contiguous()
-
-
 def table_hash(table: Tensor) -> str:
     """The table's provenance, for fingerprints."""
     return hashlib.sha256(table.cpu().numpy().tobytes()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zoo.common.ops.cases import Case, Draw, Trial, row_laws
-from zoo.common.ops.rope import rope_table
+from zoo.common.ops.rope.table import rope_table
 from zoo.common.program import Program
 from zoo.testing import Args, assert_fusion_law
 

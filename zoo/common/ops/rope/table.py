@@ -1,0 +1,54 @@
+"""The rotary table, from additions and products of FP64 only: the same bytes on every CPU, with any number of threads.
+
+A library's cosine may differ by a unit in the last place between vector and scalar code, and where one ends depends on the threads that
+share the work: two tables made in one process were seen to differ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# pi / 2 in three parts; a multiple below 2^20 of each of the first two is exact
+PARTS = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
+BLOCK = 1 << 19  # angles at a time
+SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1)]  # Taylor's; below 2^-54 is left out at pi / 4
+COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1)]
+
+
+def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
+    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do."""
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
+    table = torch.empty(positions, len(exponent), 2)
+    step = max(1, BLOCK // max(len(exponent), 1))
+    for first in range(0, positions, step):
+        p = torch.arange(first, min(first + step, positions), dtype=torch.float32)
+        table[first : first + step, :, 0], table[first : first + step, :, 1] = cosine_and_sine(p[:, None] * frequency)
+    return table
+
+
+def cosine_and_sine(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 angles of 0 to 2^20, any shape; each result within 2^-51 of the true value before its one rounding to FP32."""
+    x = angle.to(torch.float64)
+    quarter = (x * (2 / math.pi)).round()
+    for part in PARTS:
+        x = x - quarter * part
+    square = x * x
+    sine, cosine = _horner(SINE, square) * x, _horner(COSINE, square)
+    turn = quarter.to(torch.int64) & 3
+    swapped = (turn & 1).bool()
+    cos, sin = torch.where(swapped, sine, cosine), torch.where(swapped, cosine, sine)
+    cos = torch.where((turn == 1) | (turn == 2), -cos, cos)
+    sin = torch.where(turn >= 2, -sin, sin)
+    return cos.to(torch.float32), sin.to(torch.float32)
+
+
+def _horner(coefficients: list[float], x: Tensor) -> Tensor:
+    out = torch.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        out = out * x
+        out = out + c
+    return out
