@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.common.memory import KeyValues
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -45,7 +44,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, scale: float, segment: int | None, provider: Provider
@@ -73,4 +72,4 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
     provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
-    return _Attention.apply(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)
+    return _Attention.run(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)
