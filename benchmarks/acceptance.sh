@@ -2,7 +2,7 @@
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
 # `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders and proofs, in which nothing is timed. The others have the
-# GPU alone: dense, speed, long, train, moe35, moe, qwen35, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
+# GPU alone: dense, speed, speed35, speed_moe, long, train, moe35, moe, qwen35, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
 # sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
 # machine share what was compiled.
 set -uo pipefail
@@ -182,7 +182,7 @@ stage_proofs() {
   proof() {
     local name=$1
     shift
-    job "$name" 300 "$py" -m benchmarks.sglang_proof "$@" --out "$rows"
+    job "$name" 420 "$py" -m benchmarks.sglang_proof "$@" --out "$rows"
   }
   proof proof_dense qwen3 --size 8b &
   proof proof_moe35 qwen3_5_moe --size 35b-a3b --layers 8 --no-http &
@@ -201,10 +201,17 @@ stage_dense() {
   stage "Qwen3-8B: decode, score" 12 warm_dense1 dense
 }
 
-stage_speed() {
-  job speed 240 "$py" -m benchmarks.sglang qwen3 --size 8b --loads 1x128,32x128,64x128,64x1024 --profile --budget 230 --logs "$work/engines" --out "$rows"
-  stage "SGLang, Qwen3-8B: tokens/s" 14 speed
+# speed NAME SECONDS ARCHITECTURE...: SGLang as it comes, deterministic, and with the plugin
+speed() {
+  local name=$1 most=$2
+  shift 2
+  job "$name" "$most" "$py" -m benchmarks.sglang "$@" --profile --budget "$((most - 10))" --logs "$work/engines_$name" --out "$rows"
+  stage "SGLang, $*: tokens/s" 14 "$name"
 }
+
+stage_speed() { speed speed 240 qwen3 --size 8b --loads 1x128,32x128,64x128,64x1024; }
+stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8 --loads 1x128,32x128,64x128,64x1024; }
+stage_speed_moe() { speed speed_moe 200 qwen3_moe --size 30b-a3b --layers 8 --loads 1x128,64x128; }
 
 stage_long() {
   job long 80 "$py" -m benchmarks.models qwen3 --size 8b --what long --budget 75 "${shared[@]}"
