@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
 
 from zoo.common import ops
 from zoo.common.engine import Engine
@@ -266,7 +268,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "theta huge": ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta must be a number .* it is 1000"),
     "eps inf": ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a number that FP32 holds, it is inf"),
     "layers": ({"num_hidden_layers": LAYERS, "layer_types": None}, r"num_hidden_layers must be at most 1024, it is 10000000|1e\+07"),
-    "positions": ({"max_position_embeddings": HUGE}, r"max_position_embeddings must be at most 16777216, it is 1e\+12"),
+    "positions": ({"max_position_embeddings": HUGE}, r"max_position_embeddings must be at most 4194304, it is 1e\+12"),
     "eos text": ({"eos_token_id": "2"}, "eos_token_id must be token ids of at least 0, it is '2'"),
     "eos fraction": ({"eos_token_id": [2.5]}, "eos_token_id must be token ids"),
     "eos bool": ({"eos_token_id": True}, "eos_token_id must be token ids"),
@@ -318,3 +320,53 @@ def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:
     tile = 100 // KEY_TILE * KEY_TILE
     assert_same_bytes([dirty[:tile], dirty[150:]], [clean[:tile], clean[150:]])
     assert dirty[tile:150].isnan().all()
+
+
+class TestPrecision:
+    """PyTorch's switch that lets a CPU round FP32 products to BF16; a small model's products don't show it."""
+
+    @pytest.mark.parametrize("switch", [torch.backends, torch.backends.mkldnn, torch.backends.mkldnn.matmul])
+    def test_rounded_products_are_refused(self, model: ForRL, switch: Any) -> None:
+        if next(model.parameters()).is_cuda:
+            pytest.skip("a CPU's switch")
+        before = switch.fp32_precision
+        ids, starts = torch.arange(4), torch.tensor([0, 4])
+        switch.fp32_precision = "bf16"
+        try:
+            with pytest.raises(ValueError, match="moves bytes on a CPU"):
+                model.score(ids, starts)
+        finally:
+            switch.fp32_precision = before
+        model.score(ids, starts)
+
+
+def test_a_replaced_parameter_is_hashed_again(model: ForRL) -> None:
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    name = "model.norm.weight"
+    owner = frozen.get_submodule("model.norm")
+    seen = set()
+    for value in range(8):  # a freed parameter's address is often used again at once
+        shape = owner.weight.shape
+        del owner.weight
+        owner.weight = torch.nn.Parameter(torch.full(shape, 1.0 + value / 16, dtype=frozen.program.torch_dtype), requires_grad=False)
+        assert dict(frozen.named_parameters())[name] is owner.weight
+        seen.add(frozen.weights_version)
+    assert len(seen) == 8
+    assert pickle.loads(pickle.dumps(frozen)).weights_version == frozen.weights_version == copy.deepcopy(frozen).weights_version
+
+
+def test_rows_pass_through_a_wrapper_that_casts_arguments() -> None:
+    """What FSDP2's mixed precision does with a dataclass argument; what a launch derived stays with the rows it came from."""
+    rows = Rows.pushed([3, 2], [0, 5], "cpu")
+    rows.launch["derived"] = 1
+    cast = _apply_to_tensors(lambda t: t.bfloat16() if t.is_floating_point() else t, rows)
+    assert cast == replace(rows) and cast.launch == {} and rows.launch == {"derived": 1}
+
+
+def test_an_update_from_a_transposed_parameter_of_its_own(model: ForRL) -> None:
+    own = copy.deepcopy(model)
+    square = next(n for n, t in own.published_tensors() if t.dim() == 2 and t.shape[0] == t.shape[1])
+    given = dict(own.published_tensors())[square].T
+    wanted = given.clone()
+    own.load_weights([(square, given)])
+    assert_same_bytes(dict(own.published_tensors())[square], wanted)

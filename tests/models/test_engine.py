@@ -654,6 +654,7 @@ def test_records_survive_json() -> None:
         ({"versions": [["0" * 32, 51]]}, "the last row is of 0{32}, the fingerprint of"),
         ({"versions": [[values["versions"][0][0], -3]]}, "versions must be runs"),
         ({"versions": "x"}, "versions must be runs"),
+        ({"versions": [["a", 10**12]]}, "versions count 1000000000000 rows for"),
     ):
         with pytest.raises(ValueError, match=message):
             Completion.from_dict({**values, **change})

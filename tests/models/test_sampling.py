@@ -83,6 +83,7 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
         ({"temperature": math.inf}, "inf"),
         ({"temperature": True}, "True"),
         ({"top_k": -2}, "-2"),
+        ({"top_k": 1 << 63}, "9223372036854775808"),
         ({"top_k": 2.5}, "2.5"),
         ({"top_p": 0.0}, "0.0"),
         ({"top_p": 1.5}, "1.5"),

@@ -181,6 +181,12 @@ def test_rope_tables() -> None:
     assert ops.table_hash(table) == ops.table_hash(table.clone()) != ops.table_hash(table.flip(0))
 
 
+@pytest.mark.parametrize(("positions", "theta"), [(1 << 23, 1e6), (64, 1e-38), (5000, 1e-6)])
+def test_rope_table_refuses_angles_that_it_cannot_reduce(positions: int, theta: float) -> None:
+    with pytest.raises(ValueError, match=f"{positions} positions .* at most 4194304"):
+        ops.rope_table(positions, 8, theta)
+
+
 def test_rope_keeps_what_it_does_not_rotate() -> None:
     x = torch.randn(3, 2, 12, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = ops.rope(x, ops.rope_table(9, 4, 1e4), torch.tensor([0, 3, 8]), program=ALIGNED)

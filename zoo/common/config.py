@@ -9,7 +9,7 @@ import torch
 
 _MISSING = object()
 NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs that move no byte
-MOST = 1 << 24  # FP32 holds every integer up to here, and so every position of a RoPE table
+MOST = 1 << 22  # positions of a RoPE table: every entry is rounded correctly up to here (zoo.common.ops.rope.table)
 LAYERS = 1024
 
 # fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry

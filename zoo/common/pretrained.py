@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -45,6 +46,9 @@ def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
     return Draw(shape[-1] ** -0.5)
 
 
+Seen = tuple["weakref.ref[nn.Parameter]", int, int]  # a parameter, where its memory lies and how often torch wrote it
+
+
 class Pretrained(nn.Module):
     """Base of every ForRL and ForServing class.
 
@@ -62,9 +66,12 @@ class Pretrained(nn.Module):
     program: Program
     _source: Checkpoint | None = None
     _label: str | None = None
-    _hash: tuple[Any, str] | None = None
+    _hash: tuple[int, list[Seen], str] | None = None
     _changes: int = 0
     _places: list[tuple[str, dict[str, Any], str, torch.dtype]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hash": None}  # of the parameters of this object, not of a copy's
 
     def reset_buffers(self, device: torch.device) -> None:
         """Rebuilds whatever is not a parameter (RoPE tables) on a device."""
@@ -79,7 +86,10 @@ class Pretrained(nn.Module):
         return config_lines(self.config) | {f"rope.{name}": table_hash(module.on(device)) for name, module in tables}
 
     def check_dtypes(self) -> None:
-        """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`."""
+        """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`.
+
+        Likewise if PyTorch may round the FP32 operands of a CPU's products.
+        """
         if self._places is None:  # where parameters live, found once: decode asks before every token
             table = self.table_of()
             self._places = [
@@ -88,6 +98,12 @@ class Pretrained(nn.Module):
                 for name in module._parameters
                 for full in [f"{path}.{name}".removeprefix(".")]
             ]
+        products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        if self.program.device == "cpu" and products.fp32_precision == "bf16":
+            raise ValueError(
+                'PyTorch is told to round FP32 products to bf16 (torch.set_float32_matmul_precision("medium"), or fp32_precision of its '
+                'backends), which moves bytes on a CPU: set "highest" or "high"'
+            )
         for full, owner, name, wanted in self._places:
             parameter = owner.get(name)
             if parameter is not None and parameter.dtype is not wanted:
@@ -182,7 +198,8 @@ class Pretrained(nn.Module):
             if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
             files.check_finite(name, tensor)
-            if tensor.untyped_storage().data_ptr() in ours and tensor.data_ptr() != view.data_ptr():
+            itself = (tensor.data_ptr(), tensor.stride()) == (view.data_ptr(), view.stride())
+            if tensor.untyped_storage().data_ptr() in ours and not itself:
                 tensor = tensor.clone()  # a parameter's own memory, which another write may reach before it is read
             if entry.optional_alias:
                 aliases.append((name, tensor, entry, piece))
@@ -210,12 +227,14 @@ class Pretrained(nn.Module):
     def weights_version(self) -> str:
         """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since."""
         parameters = dict(self.named_parameters())
-        state = None
-        if not any(p.requires_grad for p in parameters.values()):  # fused optimizers write without moving torch's version counter
-            state = (self._changes, tuple((p.data_ptr(), p._version) for p in parameters.values()))
-        if state is None or self._hash is None or self._hash[0] != state:
-            self._hash = (state, weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of()))
-        return self._hash[1]
+        # fused optimizers write without moving torch's version counter; an inference tensor has none
+        countable = not any(p.requires_grad or p.is_inference() for p in parameters.values())
+        if self._hash is not None and countable and self._hash[0] == self._changes and _unwritten(self._hash[1], parameters.values()):
+            return self._hash[2]
+        seen = [(weakref.ref(p), p.data_ptr(), p._version) for p in parameters.values()] if countable else []
+        found = weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of())
+        self._hash = (self._changes, seen, found) if countable else None
+        return found
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
@@ -266,6 +285,12 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
         return door(self, *args, **kwargs)
 
     return call
+
+
+def _unwritten(seen: Sequence[Seen], parameters: Collection[nn.Parameter]) -> bool:
+    """Whether these are the very parameters that were seen: a new one may take a freed one's address."""
+    now = [(p, p.data_ptr(), p._version) for p in parameters]
+    return len(seen) == len(now) and all(a[0]() is b[0] and a[1:] == b[1:] for a, b in zip(seen, now, strict=True))
 
 
 def draw_piece(

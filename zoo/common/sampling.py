@@ -62,6 +62,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
+        if self.top_k >= 1 << 63:
+            raise ValueError(f"top_k must be below 2^63 = {1 << 63}, not {self.top_k}")
         if self.seed >= 1 << 64:
             raise ValueError(f"seed must be below 2^64 = {1 << 64}, not {self.seed}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -86,6 +86,9 @@ class Completion:
             pair = isinstance(run, list | tuple) and len(run) == 2 and isinstance(run[0], str)
             if not pair or type(run[1]) is not int or run[1] < 1:
                 raise ValueError(f"versions must be runs [weights, rows of at least 1], not {run!r:.40}")
+        tokens = len(values["prompt_ids"]) + len(values["output_ids"])
+        if (rows := sum(count for _, count in values["versions"])) > tokens:
+            raise ValueError(f"versions count {rows} rows for {tokens} tokens")
         record = cls(**values)
         record = replace(
             record,
