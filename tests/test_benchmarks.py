@@ -533,3 +533,13 @@ def test_a_server_s_benchmark_refuses_what_there_is_not(capsys: pytest.CaptureFi
     assert sglang.main(["qwen3", "--size", "9b"]) == 2 and sglang.main(["qwen3", "--loads", "64"]) == 2
     assert sglang.main(["qwen3_5", "--size", "4b", "--layers", "2"]) == 2
     assert "full attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_without_sglang_nothing_starts(installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(sglang, "_run", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert sglang.main(["qwen3"]) == (0 if installed else 2) and len(started) == installed
+    said = capsys.readouterr().err
+    assert not said if installed else said.startswith("sglang is not installed: ") and said.count("\n") == 1
