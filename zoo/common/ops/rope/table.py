@@ -22,7 +22,7 @@ def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
     """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do."""
     exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
-    table = torch.empty(positions, len(exponent), 2)
+    table = torch.empty(positions, len(exponent), 2, dtype=torch.float32)
     step = max(1, BLOCK // max(len(exponent), 1))
     for first in range(0, positions, step):
         p = torch.arange(first, min(first + step, positions), dtype=torch.float32)
