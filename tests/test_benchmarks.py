@@ -182,7 +182,7 @@ def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.Capt
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    size = "--size tiny --layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
+    size = "--layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
     arguments = f"{size} --what ladder,decode,score"
     assert models.main(["qwen3", *arguments.split()]) == 0
     out = capsys.readouterr().out
