@@ -157,6 +157,8 @@ class TestCompilers:
         assert_same_bytes(inside(IDS, cu_seqlens=STARTS, labels=IDS).loss, loss)
         assert_same_bytes(gradients(inside), expected)
 
+    # the control compiles on purpose what looks its provider up
+    @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning:torch._dynamo")
     def test_nothing_behind_a_door_is_captured(self, model: ForRL) -> None:
         captured: list[Any] = []
 
