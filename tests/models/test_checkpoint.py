@@ -615,6 +615,28 @@ def test_inspect_reports_without_building_the_model(published: Path, copy: Path,
     assert result.exit_code == 0 and "unknown fields extra=1" in result.output
 
 
+def test_inspect_of_the_zoo_s_own_names(published: Path, tmp_path: Path) -> None:
+    convert(published, tmp_path / "own", "zoo", shard_bytes=300_000)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "in the zoo's own names" in result.output
+    assert load(published).weights_version in result.output
+    assert not any(word in result.output for word in ("│ fault", "UNKNOWN", "missing"))
+    assert "in the zoo's own names" not in CliRunner().invoke(app, ["inspect", str(published)]).output
+    rewrite(tmp_path / "own", lambda name, t: None if name == "model.embed.weight" else t)  # the control
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "1 parameters missing ['model.embed.weight']" in result.output
+    assert "│ fault" in result.output and "none: see fault" in result.output
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+def test_inspect_of_the_zoo_s_own_names_with_carried_tensors(arch: str, tmp_path: Path) -> None:
+    convert(make_tiny(arch, tmp_path / "published", vision=True), tmp_path / "own", "zoo")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "in the zoo's own names" in result.output and "carried through" in result.output
+    assert zoo.load(tmp_path / "published", device="cpu").weights_version in result.output
+    assert "│ fault" not in result.output and "UNKNOWN" not in result.output
+
+
 def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
     convert(published, tmp_path / "zoo", "zoo", shard_bytes=300_000)
     stored, model = Checkpoint.open(tmp_path / "zoo").tensors, load(published)

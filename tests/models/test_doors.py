@@ -56,6 +56,27 @@ def model(request: pytest.FixtureRequest) -> ForRL:
     return trainer(small(request.param))
 
 
+def listed_ops(model: Any) -> set[str]:
+    return {name.removeprefix("op.") for name in model.fingerprint().program if name.startswith("op.")}
+
+
+def ops_run(trained: ForRL, served: Any) -> set[str]:
+    """Names of the ops that training, scoring under filters and the engine call."""
+    run: set[str] = set()
+    with ops.watch(lambda contract, arguments, result: run.add(contract.name)):
+        trained(IDS, cu_seqlens=STARTS, labels=IDS).loss.backward()
+        _ = trained(IDS, cu_seqlens=STARTS).logits
+        trained.score(IDS, STARTS, sampling=SamplingParams(top_p=0.8), top_k=2)
+        Engine(served, pages=8, page_size=16).generate([IDS[:9].tolist()], [SamplingParams(top_k=9, max_new_tokens=2)])
+    return run
+
+
+def raise_version(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = ops.CONTRACTS[op]
+    monkeypatch.setitem(ops.CONTRACTS, op, contract)  # a contract registers itself: this is undone with it
+    replace(contract, version=contract.version + 1)
+
+
 def gradients(model: ForRL, inside: Any = None) -> list[Tensor]:
     model.zero_grad()
     loss = (
@@ -99,6 +120,30 @@ class TestFingerprint:
             mine.fingerprint().check(theirs.fingerprint())
         trainer(replace(config, eos=(1, 2, 3))).fingerprint().check(mine.fingerprint())
 
+    @pytest.mark.parametrize("arch", CONFIGS)
+    def test_it_lists_the_ops_that_run(self, arch: str) -> None:
+        trained, served = trainer(small(arch)), server(small(arch))
+        listed, run = listed_ops(trained), ops_run(trained, served)
+        assert listed == listed_ops(served) == run
+        assert listed == {name for name in trained.fingerprint().realisation if name in ops.CONTRACTS}
+
+    @pytest.mark.parametrize("wrong", [("embed", "rms_norm", "linear", "norm_rope", "attention"), (*ops.CONTRACTS,)])
+    def test_a_wrong_list_is_seen(self, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        trained, served = trainer(small("qwen3")), server(small("qwen3"))
+        monkeypatch.setattr(type(trained), "used_ops", staticmethod(lambda config: wrong))
+        assert listed_ops(trained) != ops_run(trained, served)
+
+    def test_an_op_of_another_family_is_no_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mine, theirs = server(small("qwen3")), trainer(small("qwen3"))
+        before = mine.fingerprint()
+        monkeypatch.setitem(ops.CONTRACTS, "sparse_attention", ops.CONTRACTS["attention"])  # registering below is undone with it
+        replace(ops.CONTRACTS["attention"], name="sparse_attention")
+        raise_version("gated_delta", monkeypatch)
+        assert "sparse_attention" in ops.CONTRACTS and mine.fingerprint() == before
+        raise_version("swiglu", monkeypatch)
+        with pytest.raises(ValueError, match=r"1 line\(s\): op.swiglu: swiglu/1 reference against swiglu/2 reference"):
+            before.check(theirs.fingerprint())
+
 
 class TestCompilers:
     def test_the_bytes_are_the_eager_ones(self) -> None:
@@ -114,6 +159,8 @@ class TestCompilers:
         assert_same_bytes(inside(IDS, cu_seqlens=STARTS, labels=IDS).loss, loss)
         assert_same_bytes(gradients(inside), expected)
 
+    # the control compiles on purpose what looks its provider up
+    @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning:torch._dynamo")
     def test_nothing_behind_a_door_is_captured(self, model: ForRL) -> None:
         captured: list[Any] = []
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import (
+    QWEN3,
     REQUESTS,
     STEM,
     SkippingScheduler,
@@ -235,13 +236,6 @@ def test_prompt_log_probs_are_the_trainers(chunk_rows: int) -> None:
 # weight updates
 
 
-def other_weights(kind: str = "dense") -> list[tuple[str, torch.Tensor]]:
-    """The server's tensors under another seed, by published name."""
-    model = serving(kind, seed=2)
-    parameters = dict(model.named_parameters())
-    return [(piece.published, piece.of(parameters[entry.ours]).detach().clone()) for entry, piece in model.table_of().pieces()]
-
-
 def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engine, list[Request], list[Completion]]:
     """An engine whose weights changed after some steps, what its requests had then, and what they became."""
     served = Engine(serving(kind), pages=30, page_size=16, chunk_rows=40)
@@ -249,7 +243,7 @@ def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engi
     done = [record for _ in range(steps) for record in served.step()]
     assert not done
     before = [replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids]
-    served.update_weights(other_weights(kind) if weights is None else weights, mode)
+    served.update_weights(QWEN3.weights(kind) if weights is None else weights, mode)
     by_id = {record.request_id: record for record in drive(served)}
     return served, before, [by_id[i] for i in ids]
 
@@ -301,7 +295,7 @@ def test_a_stale_prefix_is_never_read(pool: type[PagePool]) -> None:
     served = Engine(serving("dense"), pages=30, page_size=16)
     served.scheduler.pool = pool(30, 0, 16)
     first = numbers(served.generate([STEM], REQUESTS[0][1])[0])
-    served.update_weights(other_weights())
+    served.update_weights(QWEN3.weights("dense"))
     got = numbers(served.generate([STEM], REQUESTS[0][1])[0])
     fresh = numbers(Engine(serving("dense", seed=2)).generate([STEM], REQUESTS[0][1])[0])
     assert (got == fresh) == (pool is PagePool)
@@ -327,7 +321,7 @@ def test_a_refused_update_changes_nothing() -> None:
     served = Engine(serving("dense"), pages=24, page_size=16)
     request_id = served.add(*REQUESTS[4])
     served.step()
-    name, tensor = other_weights()[0]
+    name, tensor = QWEN3.weights("dense")[0]
     for weights, mode, message in (
         ([(name, tensor), ("model.nothing.weight", tensor)], "recompute", "no tensor"),
         ([(name, tensor[:5])], "recompute", "must be"),
@@ -388,7 +382,7 @@ def test_an_update_that_breaks_off_is_not_taken_for_done() -> None:
     fingerprint = served.model.fingerprint
     served.model.fingerprint = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        served.update_weights(other_weights())
+        served.update_weights(QWEN3.weights("dense"))
     served.model.fingerprint = fingerprint  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="written since version"):
         served.step()

@@ -32,6 +32,7 @@ class Draw:
     mean: float = 0.0
 
 
+DRIVER_OPS = ("linear", "log_prob", "sample")  # what ForRL and ForServing call behind the last layer: logits, scores, draws
 HEAD_SPREAD = 2.5  # standard deviation of random logits: entropy about ln V - 3, no token near certainty
 
 
@@ -52,13 +53,14 @@ Seen = tuple["weakref.ref[nn.Parameter]", int, int]  # a parameter, where its me
 class Pretrained(nn.Module):
     """Base of every ForRL and ForServing class.
 
-    A subclass sets `config_class` (with from_hf and to_hf) and `table` (config -> WeightTable), builds its parameters in
-    `__init__(config, program)` also on the meta device, and gives `reset_buffers(device)` and `program_lines()`. `trainable` says
-    whether parameters want gradients.
+    A subclass sets `config_class` (with from_hf and to_hf), `table` (config -> WeightTable) and `used_ops` (config -> names of the
+    ops that its layers call), builds its parameters in `__init__(config, program)` also on the meta device, and gives
+    `reset_buffers(device)` and `program_lines()`. `trainable` says whether parameters want gradients.
     """
 
     config_class: Any
     table: Callable[[Any], WeightTable]
+    used_ops: Callable[[Any], tuple[str, ...]]
     recipe = staticmethod(recipe)
     trainable: ClassVar[bool] = True
 
@@ -238,10 +240,11 @@ class Pretrained(nn.Module):
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        made = realisation(self, self.program)
+        used = {*DRIVER_OPS, *type(self).used_ops(self.config)}
+        made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label
-        return Fingerprint({**self.program.lines(), **self.program_lines()}, self.weights_version, toolchain(device), made)
+        return Fingerprint({**self.program.lines(used), **self.program_lines()}, self.weights_version, toolchain(device), made)
 
     def table_of(self) -> WeightTable:
         return type(self).table(self.config)

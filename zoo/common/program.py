@@ -7,6 +7,7 @@ arithmetic. `DECISIONS` records the choices that were measured before version 1 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,8 @@ class Program:
             return REFERENCE
         return (UNALIGNED_CUDA if self.name == "unaligned" else ALIGNED_CUDA)[op]
 
-    def lines(self) -> dict[str, str]:
-        """The program as text, for fingerprints: two programs with equal lines make equal bytes."""
+    def lines(self, used: Iterable[str]) -> dict[str, str]:
+        """The program as text, for the fingerprint of a model that uses these ops: equal lines make equal bytes."""
         from zoo.common.ops import CONTRACTS
 
         out = {
@@ -91,8 +92,8 @@ class Program:
             "vocab_group": str(self.vocab_group),
             "contributors": str(self.contributors),
         }
-        for name, contract in sorted(CONTRACTS.items()):
-            out[f"op.{name}"] = f"{name}/{contract.version} {self.byte_class(name)}"
+        for name in sorted(used):
+            out[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {self.byte_class(name)}"
         return out
 
 

@@ -18,6 +18,14 @@ from zoo.common.rows import Rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 
+def used_ops(config: Qwen35Config) -> tuple[str, ...]:
+    """Names of the ops that the layers call, for fingerprints."""
+    attention = ("norm_rope", "attention", "output_gate")
+    delta = ("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm")
+    mixture = ("route", "experts", "combine") if config.experts else ()
+    return ("embed", "rms_norm", "linear", "swiglu", *attention, *delta, *mixture)
+
+
 class Attention(nn.Module):
     """Grouped-query attention; a query head's row holds [query | gate], part of each head is rotated, the output is gated."""
 

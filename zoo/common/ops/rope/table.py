@@ -27,7 +27,9 @@ def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
     exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
     if not positions * float(frequency.max()) <= MOST:
-        raise ValueError(f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST}")
+        raise ValueError(
+            f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST}"
+        )
     table = torch.empty(positions, len(exponent), 2, dtype=torch.float32)
     step = max(1, BLOCK // max(len(exponent), 1))
     for first in range(0, positions, step):
