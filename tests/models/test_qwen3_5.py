@@ -227,7 +227,7 @@ class GridFromThePush(Qwen35ForServing):
 def rounded_decay(model: Qwen35ForServing) -> None:
     """A_log as a BF16 load in transformers has it."""
     with torch.no_grad():
-        a_log = model.model.layers[0].mixer.a_log
+        a_log = model.model.layers[0].mixer.gate.a_log
         a_log.copy_(a_log.bfloat16())
 
 
@@ -243,7 +243,7 @@ def test_a_planted_fault_is_caught(fault: type[Qwen35ForServing]) -> None:
 
 def test_a_rounded_decay_is_caught() -> None:
     documents, model = documents_of("small"), server("small")
-    assert model.model.layers[0].mixer.a_log.dtype == torch.float32
+    assert model.model.layers[0].mixer.gate.a_log.dtype == torch.float32
     rounded_decay(model)
     with pytest.raises(LawBroken):
         assert_same_bytes(pushed(model, documents, (LENGTHS,))[0], scores(trainer("small"), documents))
@@ -355,8 +355,8 @@ def extreme(model: Any, kind: str) -> Any:
     a_log, dt_bias, scale = EXTREMES[kind]
     with torch.no_grad():
         mixer = model.model.layers[0].mixer
-        mixer.a_log.copy_(torch.tensor(a_log))
-        mixer.dt_bias.copy_(torch.tensor(dt_bias))
+        mixer.gate.a_log.copy_(torch.tensor(a_log))
+        mixer.gate.dt_bias.copy_(torch.tensor(dt_bias))
         heads = model.config.value_heads
         mixer.qkvzba.weight[-2 * heads : -heads] *= scale
     return model

@@ -290,13 +290,13 @@ def test_round_trip(arch: str, vision: bool, tmp_path: Path) -> None:
     trainer, server = zoo.load(path, device="cpu"), zoo.load(path, role="serving", device="cpu")
     assert isinstance(trainer, Qwen35ForRL) and isinstance(server, Qwen35ForServing)
     mixer = trainer.model.layers[0].mixer
-    assert {p.dtype for p in (mixer.a_log, mixer.dt_bias, mixer.norm)} == {torch.float32}
-    assert torch.equal(mixer.a_log, tensors_of(path)[f"{root}.layers.0.linear_attn.A_log"])
+    assert {p.dtype for p in (mixer.gate.a_log, mixer.gate.dt_bias, mixer.norm.weight)} == {torch.float32}
+    assert torch.equal(mixer.gate.a_log, tensors_of(path)[f"{root}.layers.0.linear_attn.A_log"])
     trainer.fingerprint().check(server.fingerprint())
     trainer.save_pretrained(tmp_path / "same")
     assert contents(tmp_path / "same") == contents(path)
     with torch.no_grad():
-        mixer.a_log.add_(1e-6)
+        mixer.gate.a_log.add_(1e-6)
     trainer.save_pretrained(tmp_path / "trained")
     changed, before = tensors_of(tmp_path / "trained"), tensors_of(path)
     assert [name for name in before if not torch.equal(changed[name], before[name])] == [f"{root}.layers.0.linear_attn.A_log"]
@@ -317,7 +317,7 @@ def test_the_wrapped_config_is_the_text_model(tmp_path: Path) -> None:
 def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = checkpoint("dense", 0, torch.bfloat16)
     model = zoo.load(path, device="cpu")
-    assert model.model.layers[0].mixer.dt_bias.dtype == torch.float32 and model.program.dtype == "bfloat16"
+    assert model.model.layers[0].mixer.gate.dt_bias.dtype == torch.float32 and model.program.dtype == "bfloat16"
     model.save_pretrained(tmp_path / "same")
     assert contents(tmp_path / "same") == contents(path)
 

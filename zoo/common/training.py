@@ -82,6 +82,14 @@ class ForRL(Pretrained, nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
+    def sharding_units(self) -> list[nn.Module]:
+        """What to give to FSDP2's `fully_shard`, in this order: modules with FP32 parameters of their own, the layers, the model.
+
+        FSDP2 wants parameters of one dtype in a unit. FP32 ones take no mixed-precision policy; the others need none.
+        """
+        wide = [m for m in self.modules() if any(p.dtype != self.program.torch_dtype for p in m.parameters(recurse=False))]
+        return [*wide, *self.model.get_submodule("layers").children(), self]
+
     @own_dtypes
     def forward(
         self,
