@@ -44,7 +44,7 @@ CONTEXT = 6144
 SQUEEZE = 0.45  # of the pages that all requests need at once: the others are retracted or wait
 HTTP_REQUESTS = 16
 FEW = 12  # requests of a phase that proves one event
-START_SECONDS, PHASE_SECONDS = 200, 90  # a server or a phase that takes longer has failed
+START_SECONDS, PHASE_SECONDS, EVENT_SECONDS = 200, 200, 60  # a server, a phase, or one of few requests that takes longer has failed
 SEEDS = (1, 2)  # of the weights served first, and of those pushed later
 DEVICE = "cuda"
 GROUP = "zoo"
@@ -120,6 +120,10 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
+class Late(KeyboardInterrupt):
+    """A phase waited too long. SGLang's event loop lets no other exception of a signal out."""
+
+
 @dataclass
 class Diary:
     """What the phases leave behind: records.jsonl, and phases.jsonl with a line of notes or an error per phase."""
@@ -142,18 +146,18 @@ class Diary:
             file.write(json.dumps({"phase": phase, **notes}) + "\n")
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+    def phase(self, name: str, seconds: int) -> Iterator[dict[str, Any]]:
         """Notes for a phase's row. An exception, or too long a wait, becomes its error and ends here."""
         notes: dict[str, Any] = {}
 
         def late(*_: Any) -> None:
-            raise TimeoutError(f"no end after {PHASE_SECONDS} s")
+            raise Late(f"no end after {seconds} s")
 
         before, begun = signal.signal(signal.SIGALRM, late), time.monotonic()
-        signal.alarm(PHASE_SECONDS)
+        signal.alarm(seconds)
         try:
             yield notes
-        except Exception as error:
+        except (Exception, Late) as error:
             notes["error"] = first_line(error)
             say(f"{name}: {notes['error']}")
         finally:
@@ -190,7 +194,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     more: dict[str, Any] = {"return_logprob": True, **({"return_routed_experts": True} if moe else {})}
 
     def phase(name: str, before: Callable[[], Any] = lambda: None, requests: Sequence[Request] = asked[:FEW], **also: Any) -> None:
-        with diary.phase(name) as notes:
+        with diary.phase(name, EVENT_SECONDS if len(requests) == FEW else PHASE_SECONDS) as notes:
             notes |= before() or {}
             prompts, params = [ids for ids, _ in requests], [p for _, p in requests]
             answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
@@ -198,9 +202,9 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
     phase("fresh, prompts too", requests=asked, logprob_start_len=0)
     phase("from the cache", requests=asked)
-    phase("after an update", lambda: server.update_weights_from_tensor(model.update()) and None, asked, logprob_start_len=0)
+    phase("after an update", lambda: _succeeded(server.update_weights_from_tensor(model.update())), asked, logprob_start_len=0)
     for name, mode in (("paused and continued", "in_place"), ("paused, retracted, continued", "retract")):
-        with diary.phase(name) as notes:
+        with diary.phase(name, EVENT_SECONDS) as notes:
             wanted = asked[:FEW]
             answers, seen = server.loop.run_until_complete(_paused(server, wanted, more, mode, tokens))
             notes |= seen
@@ -263,7 +267,7 @@ def _broadcast(server: Any, model: Model) -> dict[str, Any]:
     joined: list[Any] = []
 
     def join() -> None:
-        where, wait = f"tcp://127.0.0.1:{port}", timedelta(seconds=PHASE_SECONDS)
+        where, wait = f"tcp://127.0.0.1:{port}", timedelta(seconds=EVENT_SECONDS)
         joined.append(init_custom_process_group(backend, where, wait, world_size=2, rank=0, group_name=GROUP))
 
     def send() -> None:
@@ -361,7 +365,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
             body = {"input_ids": request[0], "sampling_params": request[1], "return_logprob": True, "logprob_start_len": 0}
             return server.post("generate", body | ({"return_routed_experts": True} if model.config.experts else {}))
 
-        with diary.phase(name) as notes:
+        with diary.phase(name, EVENT_SECONDS if len(requests) == FEW else PHASE_SECONDS) as notes:
             notes |= before()
             with ThreadPoolExecutor(HTTP_REQUESTS) as pool:
                 answers = list(pool.map(generate, requests))

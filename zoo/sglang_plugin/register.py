@@ -17,7 +17,7 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
   asserts that it is wrapped.
 - after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, so their content hash is
   forgotten. The fingerprint's route asserts that it is wrapped, and the next two.
-- after SchedulerWeightUpdaterManager.resume_memory_occupation: page 0 and slot 0, which padding reads, are zero again.
+- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again.
 - before SchedulerWeightUpdaterManager.update_weights_from_tensor: it may write parameters without the model's load_weights.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
 """
@@ -160,7 +160,7 @@ def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
 def after_resume(result: Any, updater: Any, recv_req: Any) -> Any:
     runner = updater.tp_worker.model_runner
     if runner.server_args.attention_backend in PROGRAMS and (not recv_req.tags or KV_MEMORY in recv_req.tags):
-        runner.attn_backend.pool.clear_padding()
+        runner.attn_backend.clear_padding()
     return result
 
 
