@@ -279,8 +279,8 @@ def _broadcast(server: Any, model: Model) -> dict[str, Any]:
     names, dtypes = [name for name, _ in tensors], [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     with _beside(send):
         _succeeded(server.update_weights_from_distributed(names, dtypes, [list(t.shape) for _, t in tensors], group_name=GROUP))
-    _succeeded(server.destroy_weights_update_group(GROUP))
-    torch.distributed.destroy_process_group(joined[0])
+    with _beside(lambda: torch.distributed.destroy_process_group(joined[0])):
+        _succeeded(server.destroy_weights_update_group(GROUP))
     return {"group": backend}
 
 
