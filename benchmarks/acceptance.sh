@@ -189,7 +189,7 @@ stage_proofs() {
   proof proof_qwen35 qwen3_5 --size 4b --no-http
   proof proof_moe qwen3_moe --size 30b-a3b --layers 8 --no-http
   wait
-  stage "stock SGLang against the trainer" 9 proof_dense proof_moe proof_moe35 proof_qwen35
+  stage "stock SGLang against the trainer" 24 proof_dense proof_moe proof_moe35 proof_qwen35
 }
 
 shared=(--documents 4 --length 4096 --contexts 600 --out "$rows")

@@ -111,6 +111,15 @@ def twins(kind: str) -> tuple[Qwen35ForServing, Qwen35ForRL]:
     )
 
 
+def test_padding_is_clean_after_memory_comes_back() -> None:
+    server = Server(twins("dense")[0])
+    server.pool.clear_padding()
+    for pages in (*server.pool.pages.k_pages, *server.pool.pages.v_pages):
+        assert pages[0].eq(0).all() and pages[1:].isnan().all()
+    for pool in server.delta._all():
+        assert pool[:, 0].eq(0).all() and pool[:, 1:].isnan().all()
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_slots_and_dirty_memory_give_the_trainers_bytes(kind: str) -> None:
     """A prefill cut inside a chunk of 64, decode across a chunk's end with padding rows, a slot and pages taken over, a
@@ -244,6 +253,7 @@ def arguments(**changed: Any) -> Any:
         "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
         "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
         "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
+        "enable_return_routed_experts": False,
         "disable_radix_cache": False, "max_running_requests": None,
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))
