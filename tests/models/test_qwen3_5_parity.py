@@ -122,7 +122,7 @@ class Float64Qwen35(Float64Model):
         q, k = (t.unflatten(1, (c.key_heads, c.key_dim)) for t in (q, k))
         q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
         v = v.unflatten(1, (c.value_heads, c.value_dim))
-        decay = (-self.p[f"{at}.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.dt_bias"])).exp()
+        decay = (-self.p[f"{at}.gate.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.gate.dt_bias"])).exp()
         beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
         for t in range(len(x)):
             state = state * decay[t, :, None, None]
@@ -130,7 +130,7 @@ class Float64Qwen35(Float64Model):
             state = state + k[t, :, :, None] * news[:, None]
             out.append(torch.einsum("vk,vke->ve", q[t], state) * c.key_dim**-0.5)
         o = torch.stack(out)
-        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + c.eps) * self.p[f"{at}.norm"]
+        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + c.eps) * self.p[f"{at}.norm.weight"]
         return (o * nn.functional.silu(z.unflatten(1, (c.value_heads, c.value_dim)))).flatten(1) @ self.p[f"{at}.out.weight"].T
 
     def mlp(self, x: Tensor, at: str) -> Tensor:
