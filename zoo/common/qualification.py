@@ -57,6 +57,8 @@ def use(path: Path | None) -> None:
     """Reads and writes the store at `path` instead of the user's cache folder; None: the folder again. ValueError, and the store
     stays the one it was, for a file that can't be read or a path where none can lie."""
     if path is not None:
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder, qualifications are kept in a file")
         check_parents(path.absolute())
         read(path)
     _where.path = path
@@ -78,8 +80,6 @@ def path_for_this_machine() -> Path:
 def read(path: Path) -> list[Verdict]:
     """The verdicts of a store; those of older contracts are left out. ValueError naming the file if it can't be read."""
     try:
-        if path.is_dir():
-            raise ValueError("it is a folder")
         if not path.exists():
             return []
         fields = json.loads(path.read_text())
