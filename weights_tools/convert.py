@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable
+from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite
 from zoo.common.registry import model_class
-from zoo.common.shards import DTYPES, fresh_folder, write_shards
+from zoo.common.shards import DTYPES, StoredTensor, fresh_folder, write_shards
 
 
 def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the checkpoint at `path` in the other naming; config, tokenizer and unused tensors go along unchanged.
 
-    ValueError for an unknown direction, a non-empty `out`, or tensors that are missing, unknown or wrong-shaped.
+    ValueError for an unknown direction, a non-empty `out`, or tensors that are missing, unknown, wrong-shaped or, where a model
+    would load them, NaN or infinite.
     """
     if to not in ("zoo", "hf"):
         raise ValueError(f"--to {to!r} is not one of zoo, hf")
@@ -72,11 +73,11 @@ def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: i
 
     def read(name: str) -> Tensor:
         if name not in members:
-            return stored[name].read()
+            return stored[name].read() if table.is_carried(name) else finite(stored[name])
         shape, dtype = empty[name]
         out = torch.empty(shape, dtype=dtype)
         for published in members[name]:
-            match.places[published][1].of(out).copy_(stored[published].read())
+            match.places[published][1].of(out).copy_(finite(stored[published]))
         return out
 
     write_shards(folder, specs, read, shard_bytes)
@@ -87,15 +88,22 @@ def _to_hf(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: in
     places = {piece.published: (entry.ours, piece) for entry, piece in table.pieces()}
     specs = [(name, DTYPES[stored[owner].dtype], piece.shape) for name, (owner, piece) in places.items()]
     specs += [(name, DTYPES[stored[name].dtype], stored[name].shape) for name in kept]
-    parameter = functools.lru_cache(maxsize=1)(lambda name: stored[name].read())  # pieces of one parameter follow each other
+    parameter = functools.lru_cache(maxsize=1)(lambda name: finite(stored[name]))  # pieces of one parameter follow each other
 
     def read(name: str) -> Tensor:
         if name not in places:
-            return stored[name].read()
+            return stored[name].read() if table.is_carried(name) else finite(stored[name])
         owner, piece = places[name]
         return piece.of(parameter(owner))
 
     write_shards(folder, specs, read, shard_bytes)
+
+
+def finite(stored: StoredTensor) -> Tensor:
+    """A tensor that a model would load. ValueError naming it if it holds a NaN or an infinity."""
+    tensor = stored.read()
+    check_finite(stored.name, tensor)
+    return tensor
 
 
 def _shape(pieces: list[Piece]) -> tuple[int, ...]:

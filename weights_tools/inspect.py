@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weights_tools.convert import has_zoo_names, match_zoo
+from weights_tools.convert import finite, has_zoo_names, match_zoo
 from zoo.common.checkpoint import Checkpoint, WeightTable
 from zoo.common.fingerprint import content_hash
 from zoo.common.hashing import checksums
@@ -40,14 +40,16 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     summary.add_row("tensors", f"{len(stored)}, " + ", ".join(f"{n} {_size(b)}" for n, b in dtypes.most_common()))
     summary.add_row("files", ", ".join(source.files))
     fault = ""
+    hashed = ""
     if table is not None:
         try:
             match_zoo(source, table) if own else source.match(table)
+            hashed = _hash(source, table, own) if content else ""
         except ValueError as error:
             fault = str(error)
             summary.add_row("fault", fault)
     if content and table is not None:
-        summary.add_row("content hash", "none: see fault" if fault else _hash(source, table, own))
+        summary.add_row("content hash", "none: see fault" if fault else hashed)
     console.print(summary)
 
     config = Table("field", "value", title="config.json")
@@ -95,14 +97,19 @@ def _uses(table: WeightTable | None, own: bool) -> dict[str, str]:
 
 
 def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
-    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout."""
+    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout.
+
+    ValueError for a NaN or an infinity in any tensor that is loaded."""
     stored = source.tensors
-    parameter = functools.lru_cache(maxsize=1)(lambda name: stored[name].read())  # pieces of one parameter follow each other
+    absent = [] if own else [piece.published for _, piece in table.pieces() if piece.published not in stored]
+    if absent:
+        for name in source.match(table).places:
+            finite(stored[name])
+        return f"none: {absent[0]} is not stored"
+    parameter = functools.lru_cache(maxsize=1)(lambda name: finite(stored[name]))  # pieces of one parameter follow each other
     parts = []
     for entry, piece in table.pieces():
-        if not own and piece.published not in stored:
-            return f"none: {piece.published} is not stored"
-        tensor = piece.of(parameter(entry.ours)) if own else stored[piece.published].read()
+        tensor = piece.of(parameter(entry.ours)) if own else finite(stored[piece.published])
         if table.is_fp32(entry.ours):
             tensor = tensor.to(torch.float32)
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))

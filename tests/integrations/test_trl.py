@@ -206,3 +206,25 @@ class TestFSDP2:
             plain.model.layers[1].input_norm.weight[3] += 0.25
         with pytest.raises(LawBroken):
             assert_same_bytes(model.score(IDS, STARTS), plain.score(IDS, STARTS))
+
+    def test_sharded_weights_are_refused_by_name(self, checkpoints: Callable[[str], Path], one_rank: None, tmp_path: Path) -> None:
+        model, whole = load(checkpoints("qwen3")), load(checkpoints("qwen3"))
+        weights, version = list(whole.published_tensors()), whole.weights_version
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        doors: tuple[Callable[[], object], ...] = (
+            model.fingerprint,
+            lambda: model.weights_version,
+            model.published_tensors,
+            lambda: model.load_weights(weights),
+            lambda: model.save_pretrained(tmp_path / "out"),
+        )
+        for door in doors:
+            with pytest.raises(ValueError, match=r"^model\.\S+ is sharded .* gather the weights first .parameter.full_tensor"):
+                door()
+        assert not (tmp_path / "out").exists()
+        name, _ = weights[-1]
+        sharded = next(p for p in model.parameters() if p.shape == weights[-1][1].shape)
+        with pytest.raises(ValueError, match=f"{name} must be a dense tensor with data, whole on one device, not a sharded one"):
+            whole.load_weights([weights[0], (name, sharded)])
+        whole.load_state_dict({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+        assert whole.weights_version == version

@@ -327,6 +327,10 @@ def test_a_refused_update_changes_nothing() -> None:
         ([(name, tensor[:5])], "recompute", "must be"),
         ([(name, torch.full_like(tensor, torch.nan))], "recompute", "NaN"),
         ([(name, tensor)], "replace", "recompute, keep"),
+        ([(name, tensor), (QWEN3.weights("dense")[1][0], None)], "recompute", "must be a dense tensor with data, .* NoneType"),
+        ([(name, tensor.to_sparse())], "recompute", "must be a dense tensor with data, .* torch.sparse_coo"),
+        ([(name, tensor.to("meta"))], "recompute", "must be a dense tensor with data, .* meta"),
+        (None, "recompute", "weights must be .* pairs, not NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             served.update_weights(weights, mode)
@@ -639,9 +643,11 @@ def test_records_survive_json() -> None:
         ({"log_probs": "00000000"}, "1 log_probs for 4"),
         ({"finish_reason": "x"}, "'x'"),
         ({"log_probs": "0000803f" * 4}, "log_probs holds 1.0"),
-        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0, not 1.5"),
+        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0 and below 2.31, not 1.5"),
         ({"prompt_ids": ["x"] * 48}, "prompt_ids must be a list of integers"),
         ({"prompt_ids": 5}, "prompt_ids must be a list of integers"),
+        ({"output_ids": [1, 2, 3, 1 << 31]}, "output_ids must be .* below 2.31, not 2147483648"),
+        ({"request_id": 5}, "request_id must be text, not 5"),
         ({"exact": "no"}, "exact must be True or False, not 'no'"),
         ({"sampling": None}, "sampling must be a dictionary, not None"),
         ({"fingerprint": None}, "fingerprint must be a dictionary, not None"),
@@ -696,6 +702,9 @@ def test_generate_command(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "out.json").read_text())
     assert [Completion.from_dict(g["completion"]) for g in stored["generations"]] == [g.completion for g in made]
     assert generate_command(folder, "Guess the word", **arguments)[0].completion == made[0].completion
+    for prompt in ("\udcff\udcfe", 5):
+        with pytest.raises(ValueError, match="a prompt must be text in valid UTF-8"):
+            generate_command(folder, [prompt], device="cpu")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         generate_command(folder, "x", device="cpu")

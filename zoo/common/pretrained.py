@@ -21,7 +21,7 @@ from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
 from zoo.common.ops import table_hash
-from zoo.common.program import Program, resolve
+from zoo.common.program import Program, parse_device, resolve
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ class Pretrained(nn.Module):
 
         The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
         """
+        self._whole()
         files.save(self, self.table_of(), self.config.to_hf(), path, self._source, shard_bytes)
 
     @torch.no_grad()
@@ -182,9 +183,11 @@ class Pretrained(nn.Module):
         leaves every byte as it was.
         `version` is a label that the fingerprint reports.
         """
+        if not isinstance(tensors, Iterable):
+            raise ValueError(f"weights must be (published name, tensor) pairs, not {type(tensors).__name__}")
         table = self.table_of()
         known = {p.published: (entry, p) for entry in table.entries for layout in entry.layouts for p in layout}
-        parameters = dict(self.named_parameters())
+        parameters = self._whole()
         ours = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
@@ -197,6 +200,8 @@ class Pretrained(nn.Module):
                 continue
             entry, piece = known[name]
             view = piece.of(parameters[entry.ours])
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
+                raise ValueError(f"{name} must be a dense tensor with data, whole on one device, not {_kind(tensor)}")
             if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
             files.check_finite(name, tensor)
@@ -217,7 +222,7 @@ class Pretrained(nn.Module):
 
     def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take."""
-        parameters = dict(self.named_parameters())
+        parameters = self._whole()
         return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in self.table_of().pieces())
 
     def weights_changed(self) -> None:
@@ -228,7 +233,7 @@ class Pretrained(nn.Module):
     @property
     def weights_version(self) -> str:
         """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since."""
-        parameters = dict(self.named_parameters())
+        parameters = self._whole()
         # fused optimizers write without moving torch's version counter; an inference tensor has none
         countable = not any(p.requires_grad or p.is_inference() for p in parameters.values())
         if self._hash is not None and countable and self._hash[0] == self._changes and _unwritten(self._hash[1], parameters.values()):
@@ -245,6 +250,16 @@ class Pretrained(nn.Module):
         if self._label is not None:
             made["weights_label"] = self._label
         return Fingerprint({**self.program.lines(used), **self.program_lines()}, self.weights_version, toolchain(device), made)
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """The parameters by name. ValueError if they are sharded."""
+        parameters = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if hasattr(parameter, "full_tensor"):  # FSDP2's DTensor, whose module takes long to import
+                raise ValueError(
+                    f"{name} is sharded over processes: gather the weights first (parameter.full_tensor()) and load them into a whole model"
+                )
+        return parameters
 
     def table_of(self) -> WeightTable:
         return type(self).table(self.config)
@@ -310,8 +325,19 @@ def draw_piece(
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
 
 
+def _kind(given: object) -> str:
+    """What was given instead of a plain tensor."""
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return "a sharded one" if hasattr(given, "full_tensor") else "one on meta" if given.is_meta else str(given.layout)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = parse_device(("cuda" if gpus else "cpu") if device is None else device)
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
+        raise ValueError(f"device {str(chosen)!r}: torch {torch.__version__} sees {gpus} GPUs here")
+    return chosen
 
 
 def _not_built(**given: object | None) -> None:

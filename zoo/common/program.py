@@ -100,9 +100,17 @@ class Program:
 NAMES = ("aligned", "transformers", "unaligned")
 
 
+def parse_device(device: torch.device | str) -> torch.device:
+    """ValueError for what torch knows no device by."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {device!r:.40} must be cpu, cuda or cuda:N") from error
+
+
 def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Program:
     """The named program on a device. ValueError for a name, device or dtype that it does not have."""
-    kind = torch.device(device).type
+    kind = parse_device(device).type
     if name not in NAMES:
         raise ValueError(f"unknown program {name!r}; there are {', '.join(NAMES)}")
     if kind not in ("cpu", "cuda"):

@@ -17,6 +17,7 @@ from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.common.training import ForRL
 
 REASONS = ("stop", "length", "abort")
+IDS = 1 << 31  # no vocabulary is larger
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class Completion:
                 raise ValueError(f"{name} must be a dictionary, not {values[name]!r:.40}")
         for name in ("prompt_ids", "output_ids"):
             ids = values[name]
-            wrong = [i for i in ids if type(i) is not int or i < 0] if isinstance(ids, list | tuple) else [ids]
+            wrong = [i for i in ids if type(i) is not int or not 0 <= i < IDS] if isinstance(ids, list | tuple) else [ids]
             if wrong:
-                raise ValueError(f"{name} must be a list of integers of at least 0, not {wrong[0]!r:.40}")
+                raise ValueError(f"{name} must be a list of integers of at least 0 and below 2^31, not {wrong[0]!r:.40}")
+        if not isinstance(values["request_id"], str):
+            raise ValueError(f"request_id must be text, not {values['request_id']!r:.40}")
         if not isinstance(values["exact"], bool):
             raise ValueError(f"exact must be True or False, not {values['exact']!r:.40}")
         for run in values["versions"] if isinstance(values["versions"], list | tuple) else [values["versions"]]:
