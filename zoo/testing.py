@@ -79,7 +79,7 @@ def _kept(value: Any, law: str) -> list[tuple[str, Tensor]]:
     if not any(t.numel() for _, t in found):
         raise LawBroken(f"{law}: the call returned no element, so nothing would be compared")
     if all(bool(t.isnan().all()) for _, t in found):
-        raise LawBroken(f"{law}: the call returned NaN alone, so nothing worth it would be compared")
+        raise LawBroken(f"{law}: the call returned NaN alone, so nothing worth comparing is left")
     return found
 
 

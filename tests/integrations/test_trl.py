@@ -171,7 +171,7 @@ class TestFSDP2:
 
     @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5"])
     @pytest.mark.parametrize("checkpointing", [False, True])
-    @pytest.mark.parametrize("kind", ["the root alone", "every unit", "mixed precision"])
+    @pytest.mark.parametrize("kind", ["no layers", "every unit", "mixed precision"])
     def test_sharded_is_whole(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool, kind: str) -> None:
         calls: tuple[Callable[[ForRL], Tensor], ...] = (
             lambda m: m(IDS, cu_seqlens=STARTS, labels=IDS).loss,
@@ -183,7 +183,7 @@ class TestFSDP2:
             mesh, layers = init_device_mesh("cpu", (1,)), set(model.model.layers)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for unit in model.sharding_units():
-                if kind == "the root alone" and unit in layers:
+                if kind == "no layers" and unit in layers:
                     continue
                 narrow = all(p.dtype == torch.bfloat16 for p in unit.parameters() if not isinstance(p, DTensor))
                 fully_shard(unit, mesh=mesh, **({"mp_policy": policy} if kind == "mixed precision" and narrow else {}))

@@ -372,15 +372,16 @@ def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:
 class TestPrecision:
     """PyTorch's switch that lets a CPU round FP32 products to BF16; a small model's products don't show it."""
 
+    @pytest.mark.parametrize("precision", ["bf16", "tf32"])
     @pytest.mark.parametrize("switch", [torch.backends, torch.backends.mkldnn, torch.backends.mkldnn.matmul])
-    def test_rounded_products_are_refused(self, model: ForRL, switch: Any) -> None:
+    def test_rounded_products_are_refused(self, model: ForRL, switch: Any, precision: str) -> None:
         if next(model.parameters()).is_cuda:
             pytest.skip("a CPU's switch")
         before = switch.fp32_precision
         ids, starts = torch.arange(4), torch.tensor([0, 4])
-        switch.fp32_precision = "bf16"
+        switch.fp32_precision = precision
         try:
-            with pytest.raises(ValueError, match="moves bytes on a CPU"):
+            with pytest.raises(ValueError, match=f"to {precision} .* moves bytes on a CPU"):
                 model.score(ids, starts)
         finally:
             switch.fp32_precision = before

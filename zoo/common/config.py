@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from zoo.common.ops.rope.table import MOST_RADIANS
+
 _MISSING = object()
 NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs that move no byte
-MOST = 1 << 22  # positions of a RoPE table: every entry is rounded correctly up to here (zoo.common.ops.rope.table)
+MOST = MOST_RADIANS  # a RoPE table's fastest pair turns by one radian a position
 LAYERS = 1024
 
 # fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry

@@ -87,7 +87,7 @@ class Pretrained(nn.Module):
         tables = [(name, module) for name, module in self.named_modules() if isinstance(module, RotaryTable)]
         return config_lines(self.config) | {f"rope.{name}": table_hash(module.on(device)) for name, module in tables}
 
-    def check_dtypes(self) -> None:
+    def check_arithmetic(self) -> None:
         """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`.
 
         Likewise if PyTorch may round the FP32 operands of a CPU's products.
@@ -101,10 +101,10 @@ class Pretrained(nn.Module):
                 for full in [f"{path}.{name}".removeprefix(".")]
             ]
         products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        if self.program.device == "cpu" and products.fp32_precision == "bf16":
+        if self.program.device == "cpu" and products.fp32_precision not in ("none", "ieee"):
             raise ValueError(
-                'PyTorch is told to round FP32 products to bf16 (torch.set_float32_matmul_precision("medium"), or fp32_precision of its '
-                'backends), which moves bytes on a CPU: set "highest" or "high"'
+                f"PyTorch may round the operands of FP32 products to {products.fp32_precision} (torch.set_float32_matmul_precision, or "
+                'fp32_precision of its backends), which moves bytes on a CPU: set "highest"'
             )
         for full, owner, name, wanted in self._places:
             parameter = owner.get(name)
@@ -291,7 +291,7 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def door(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
-        self.check_dtypes()
+        self.check_arithmetic()
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             return method(self, *args, **kwargs)
 

@@ -55,7 +55,7 @@ class Program:
 
     key_segments  (widest head, keys per attention pass) on an absolute grid of positions; empty: one pass
     vocab_group   logits per group of the log-probability's tree
-    contributors  leaves of the routed experts' sum (DESIGN: expert e belongs to e // ceil(E / contributors))
+    contributors  leaves of the routed experts' sum (expert e belongs to e // ceil(E / contributors))
     """
 
     name: str

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-# pi / 2 in three parts, so that FP64 holds the first multiples of the first two: up to MOST radians every entry was rounded correctly
+# pi / 2 in three parts; the first two have so few bits that FP64 holds their multiples up to MOST_RADIANS
 PARTS = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
-MOST = 1 << 22
+MOST_RADIANS = 1 << 22
 BLOCK = 1 << 19  # angles at a time
 SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1)]  # Taylor's; below 2^-54 is left out at pi / 4
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1)]
@@ -26,9 +26,9 @@ def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
     """
     exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
-    if not positions * float(frequency.max()) <= MOST:
+    if not positions * float(frequency.max()) <= MOST_RADIANS:
         raise ValueError(
-            f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST}"
+            f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST_RADIANS}"
         )
     table = torch.empty(positions, len(exponent), 2, dtype=torch.float32)
     step = max(1, BLOCK // max(len(exponent), 1))
