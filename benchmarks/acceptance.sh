@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
-# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders and proofs, in which nothing is timed. The others have the
+# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders, live and proofs, in which nothing is timed. The others have the
 # GPU alone: dense, speed, speed35, speed_moe, long, train, moe35, moe, qwen35, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
 # sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
 # machine share what was compiled.
@@ -56,12 +56,15 @@ stage() {
   done
 }
 
-# ladder NAME SECONDS ARCHITECTURE...: rung 3; its JSON is replaced row by row
-ladder() {
-  local name=$1 most=$2
-  shift 2
-  job "$name" "$most" "$py" -m zoo.verify "$@" --device cuda --rungs 3 --json "$work/$name.json"
+# climb NAME SECONDS RUNGS ARCHITECTURE...: its JSON is replaced row by row
+climb() {
+  local name=$1 most=$2 rungs=$3
+  shift 3
+  job "$name" "$most" "$py" -m zoo.verify "$@" --device cuda --rungs "$rungs" --json "$work/$name.json"
 }
+
+# ladder NAME SECONDS ARCHITECTURE...: rung 3
+ladder() { climb "$1" "$2" 3 "${@:3}"; }
 
 # every finished or partial ladder as one JSON line each
 ladders() {
@@ -177,6 +180,15 @@ stage_ladders() {
   wait
   ladder ladder_moe 200 qwen3_moe --size 30b-a3b --layers 8 --lengths 600,4096
   stage "35B-A3B and 30B-A3B of 8 layers, Qwen3.5-4B whole" 12 ladder_moe35 ladder_moe ladder_qwen35
+  ladders
+}
+
+# the embedded engine samples, another process scores; then again after optimizer steps
+stage_live() {
+  climb ladder_live_dense 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 &
+  climb ladder_live_moe35 200 4,5 qwen3_5_moe --size 35b-a3b --layers 4 --lengths 130,600 &
+  wait
+  stage "the embedded engine, live" 12 ladder_live_dense ladder_live_moe35
   ladders
 }
 
