@@ -1,6 +1,7 @@
 """What stock SGLang is asked to do for the proof, phase by phase. A phase that fails is noted, and the others still run.
 
-`Engine` in this process: `ENGINE`; the HTTP server: `SERVER`. Every phase leaves records in the folder for the trainer to score.
+`Engine` in this process: `ENGINE_PHASES`; the HTTP server: `SERVER_PHASES`. Every phase leaves records in the folder for the trainer to
+score.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ GROUP = "zoo"
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 
 # phase -> whether the weights pushed later answer in it
-ENGINE = {
+ENGINE_PHASES = {
     "fresh, prompts too": False,
     "from the cache": False,
     "after an update": True,
@@ -60,7 +61,7 @@ ENGINE = {
     "updated from disk": False,
     "updated by a process group": True,
 }
-SERVER = {"over HTTP": False, "pages released and resumed": False, "all released and resumed": False}
+SERVER_PHASES = {"over HTTP": False, "pages released and resumed": False, "all released and resumed": False}
 Request = tuple[list[int], dict[str, Any]]
 
 
@@ -193,22 +194,22 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     say("engine up")
     more: dict[str, Any] = {"return_logprob": True, **({"return_routed_experts": True} if moe else {})}
 
-    def phase(name: str, before: Callable[[], Any] = lambda: None, requests: Sequence[Request] = asked[:FEW], **also: Any) -> None:
-        with diary.phase(name, EVENT_SECONDS if len(requests) == FEW else PHASE_SECONDS) as notes:
+    def phase(name: str, before: Callable[[], Any] = lambda: None, sent: Sequence[Request] = asked[:FEW], **also: Any) -> None:
+        with diary.phase(name, EVENT_SECONDS if len(sent) == FEW else PHASE_SECONDS) as notes:
             notes |= before() or {}
-            prompts, params = [ids for ids, _ in requests], [p for _, p in requests]
+            prompts, params = [ids for ids, _ in sent], [p for _, p in sent]
             answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
-            diary.keep(name, ENGINE[name], requests, list(answers), fingerprint(server))
+            diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
 
-    phase("fresh, prompts too", requests=asked, logprob_start_len=0)
-    phase("from the cache", requests=asked)
+    phase("fresh, prompts too", sent=asked, logprob_start_len=0)
+    phase("from the cache", sent=asked)
     phase("after an update", lambda: _succeeded(server.update_weights_from_tensor(model.update())), asked, logprob_start_len=0)
     for name, mode in (("paused and continued", "in_place"), ("paused, retracted, continued", "retract")):
         with diary.phase(name, EVENT_SECONDS) as notes:
             wanted = asked[:FEW]
             answers, seen = server.loop.run_until_complete(_paused(server, wanted, more, mode, tokens))
             notes |= seen
-            diary.keep(name, ENGINE[name], wanted, answers, fingerprint(server))
+            diary.keep(name, ENGINE_PHASES[name], wanted, answers, fingerprint(server))
     phase("updated from disk", lambda: _succeeded(server.update_weights_from_disk(str(folder / "weights"))))
     phase("updated by a process group", lambda: _broadcast(server, model))
     server.shutdown()
@@ -360,16 +361,16 @@ def http(model: Model, folder: Path, tokens: int) -> None:
     diary = Diary(folder)
     asked = requests(HTTP_REQUESTS, tokens, model.config.vocabulary, model.hybrid)
 
-    def phase(server: Server, name: str, requests: Sequence[Request], before: Callable[[], dict[str, Any]]) -> None:
+    def phase(server: Server, name: str, sent: Sequence[Request], before: Callable[[], dict[str, Any]]) -> None:
         def generate(request: Request) -> Any:
             body = {"input_ids": request[0], "sampling_params": request[1], "return_logprob": True, "logprob_start_len": 0}
             return server.post("generate", body | ({"return_routed_experts": True} if model.config.experts else {}))
 
-        with diary.phase(name, EVENT_SECONDS if len(requests) == FEW else PHASE_SECONDS) as notes:
+        with diary.phase(name, EVENT_SECONDS if len(sent) == FEW else PHASE_SECONDS) as notes:
             notes |= before()
             with ThreadPoolExecutor(HTTP_REQUESTS) as pool:
-                answers = list(pool.map(generate, requests))
-            diary.keep(name, SERVER[name], requests, answers, fingerprint(server.url))
+                answers = list(pool.map(generate, sent))
+            diary.keep(name, SERVER_PHASES[name], sent, answers, fingerprint(server.url))
 
     def released(server: Server, tags: Sequence[str] | None) -> dict[str, Any]:
         """Hands memory back and takes it again; released weights then come from the files."""
@@ -396,7 +397,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
         with _serving(model, folder, "--enable-memory-saver") as server:
             all_phases(server, saver=True)
     except ValueError as error:
-        for name in list(SERVER)[1:]:
+        for name in list(SERVER_PHASES)[1:]:
             diary.note(name, error=f"with --enable-memory-saver {error}")
         say(f"again without --enable-memory-saver: {error}")
         with _serving(model, folder) as server:

@@ -152,7 +152,7 @@ def report(found: Iterable[Phase], model: Model, record: Recorder) -> int:
             "kind": "sglang proof", "arch": model.arch, "size": model.size, "layers": model.config.layers, **phase.notes,
             "phase": phase.name, "requests": len(lines), "compared": count.compared, "differing_bytes": count.differing,
             "cached_tokens": sum(line["cached"] for line in lines), "retractions": sum(line["retracted"] for line in lines),
-            "distinct_log_probs": len(set(values)), "first": count.first,
+            "distinct_log_probs": len(set(values)), "first": count.first, "providers": _providers(lines),
         }  # fmt: skip
         record.add(row)
         compared, differing = sum(count.compared.values()), sum(count.differing.values())
@@ -163,6 +163,16 @@ def report(found: Iterable[Phase], model: Model, record: Recorder) -> int:
     print(table(body, (f"{model.arch} {model.size}, phase", "requests", "compared", "differing", "cached", "retracted", "distinct")))
     print("every phase equal" if not bad else f"NOT PROVEN: {', '.join(bad)}", flush=True)
     return 1 if bad else 0
+
+
+def _providers(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Which provider of the server ran each matrix product; all of them where records differ."""
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        for product, provider in line["record"]["fingerprint"]["realisation"].items():
+            if product.startswith(("linear ", "experts ")):
+                found.setdefault(product, set()).add(provider)
+    return {product: " and ".join(sorted(names)) for product, names in found.items()}
 
 
 def _distinct(line: dict[str, Any]) -> tuple[float, ...]:
@@ -204,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif given.step == "http":
         phases.http(model, given.folder, given.tokens)
     else:
-        wanted = phases.ENGINE if given.step == "score" else phases.SERVER
+        wanted = phases.ENGINE_PHASES if given.step == "score" else phases.SERVER_PHASES
         record = Recorder(given.out, about(torch.device(phases.DEVICE), smoke=False))
         return report(score(model, given.folder, wanted), model, record)
     return 0

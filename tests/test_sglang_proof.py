@@ -60,6 +60,20 @@ def test_equal_records_are_proof(lines: Any) -> None:
     assert rows[0]["phase"] == "p" and rows[0]["seconds"] == 2.0
 
 
+def test_rows_say_which_provider_served_each_product(lines: Any) -> None:
+    trainer, good = lines
+    ran = trainer.fingerprint().realisation
+    products = {name: ran[name] for name in ran if name.split()[0] in ("linear", "experts") and " " in name}
+    first = next(iter(products))
+    printed = good[1]["record"]["fingerprint"]
+    other = {**printed, "realisation": {**printed["realisation"], first: "another"}}
+    mixed = [good[0], {**good[1], "record": {**good[1]["record"], "fingerprint": other}}]
+    _, rows = reported(proof.Phase("alike", good), proof.Phase("mixed", mixed), proof.Phase("nothing"))
+    assert len(products) > 1 and rows[0]["providers"] == products
+    assert rows[1]["providers"] == {**products, first: " and ".join(sorted(("another", products[first])))}
+    assert rows[2]["providers"] == {}
+
+
 @pytest.mark.parametrize("name", ["log_probs", "filtered_log_probs"])
 def test_one_bit_is_caught(lines: Any, name: str) -> None:
     trainer, good = lines

@@ -407,6 +407,11 @@ def test_record_of_an_answer() -> None:
         record(answered(**{FILTERED: [0.0]}), [1, 2, 3], {}, PRINTED)
     with pytest.raises(ValueError, match="ask for them with return_logprob"):
         record({"meta_info": {"id": "x"}}, [1], {}, PRINTED)
+    for name in (FILTERED, EXACT):
+        other = answered()
+        del other["meta_info"][name]
+        with pytest.raises(ValueError, match=f"has no {name}: its server runs another backend, or a plugin of another version"):
+            record(other, [1, 2, 3], {}, PRINTED)
     with pytest.raises(ValueError, match="weights changed under answer abc"):
         record(answered(**{EXACT: [True, False]}), [1, 2, 3], {}, PRINTED)
 
@@ -466,8 +471,14 @@ def test_routing_of_a_request_is_the_trainers() -> None:
         found = captured.get_topk(req_pool_idx=place, seqlen=length + 1, req_to_token_pool=table_of, start_len=start)
         assert found.dtype == torch.int32 and torch.equal(found, experts[start:length].int())
         assert torch.equal(captured.weights().view(torch.int32), weights[start:length].view(torch.int32))
-    # control: another token's row has other bits
-    assert not torch.equal(weights[0], weights[1])
+    # control: one bit of what was captured, of an expert and of a weight, is seen
+    slot, k = int(table[3, 5]), c.experts_per_token
+    for column in (0, k):
+        captured.host_SLC[slot, -1, column] ^= 1
+        found = captured.get_topk(req_pool_idx=3, seqlen=17, req_to_token_pool=table_of)
+        same = torch.equal(found, experts[:16].int()), torch.equal(captured.weights().view(torch.int32), weights[:16].view(torch.int32))
+        assert same == (column == k, column == 0)
+        captured.host_SLC[slot, -1, column] ^= 1
     # without overlap the rows are on the host at once
     captured.entry_RLC[:1] = 5
     assert captured.on_forward_end(types.SimpleNamespace(out_cache_loc=torch.tensor([40])), False, None) is None
@@ -543,6 +554,79 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
     for tags, count in ((["weights"], 0), (["kv_cache"], 1), (None, 2), ([], 3)):
         page.after_resume(None, updater, types.SimpleNamespace(tags=tags))
         assert len(cleared) == count
+
+
+def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[str, dict[str, Any]]) -> Any:
+    """A page of the plugin, imported over stand-ins of SGLang's modules and forgotten after the test, with those that it imports."""
+    from importlib import import_module
+
+    for path, fields in standing.items():
+        module = types.ModuleType(f"sglang.srt.{path}")
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for page in ("backend", "served"):
+        monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
+        del sys.modules[f"zoo.sglang_plugin.{page}"]
+    return import_module(f"zoo.sglang_plugin.{name}")
+
+
+def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model and hooks; SGLang's scheduler, updater and runner are stand-ins."""
+    from importlib import import_module
+
+    hooks = import_module("zoo.sglang_plugin.register")
+    serving.save_pretrained(tmp_path / "weights")
+    args = types.SimpleNamespace(
+        attention_backend="zoo", model_path=str(tmp_path / "weights"), revision=None, enable_return_routed_experts=False
+    )
+    page = over_stand_ins(
+        monkeypatch,
+        "served",
+        {
+            "layers.attention.base_attn_backend": {"AttentionBackend": object},
+            "layers.logits_processor": {"LogitsProcessorOutput": object},
+            "model_executor.forward_context": {"get_attn_backend": None},
+            "runtime_context": {"get_server_args": lambda: args, "get_schedule": lambda: args},
+        },
+    )
+    model = page.Served(None)
+    published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
+    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
+    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
+    scheduler = types.SimpleNamespace(server_args=args, tp_worker=worker)
+
+    def exact() -> bool:
+        return ExactColumn(model.weights)[0]
+
+    def release(*tags: str) -> None:
+        updater.offload_tags |= set(tags)
+        hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
+
+    model.load_weights(published)
+    assert exact() and model.fingerprint().weights == serving.fingerprint().weights
+    writes: dict[str, Callable[[], None]] = {
+        "load": lambda: model.load_weights(published[:2]),
+        "tensors": lambda: hooks.before_update(updater, None),
+        "release": lambda: release("weights"),
+    }
+    for name, write in writes.items():
+        launched, before = ExactColumn(model.weights), model.fingerprint().weights
+        parameter = next(model.parameters())
+        write()
+        assert not exact() and not launched[0], name
+        # through .data, as what a write leaves behind torch's back: its hash was forgotten
+        parameter.data.view(torch.int16)[0, 0] ^= 1
+        assert model.fingerprint().weights != before, name
+        assert hooks.after_flush(False, scheduler) is False and not exact(), name
+        assert hooks.after_flush(True, scheduler) is True and exact() and not launched[0], name
+    # the pages follow the weights, and SGLang flushes: nothing is exact by that
+    release("kv_cache")
+    assert not exact()
+    # control: pages alone are no write
+    updater.offload_tags.clear()
+    hooks.after_flush(True, scheduler)
+    release("kv_cache")
+    assert exact()
 
 
 def test_stand_in_fingerprint_of_an_engine() -> None:

@@ -44,12 +44,15 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
     answer    {"output_ids": ..., "meta_info": ...}
     sampling  the parameters that were sent
     printed   `fingerprint` of the server under the weights that it answered with
-    ValueError if the answer has no log-probabilities, or rows of two weights: updated while it was paused, or over a cache that
-    was not flushed.
+    ValueError if the answer has no log-probabilities, comes from a server without this plugin's fields, or has rows of two weights:
+    updated while it was paused, or over a cache that was not flushed.
     """
     meta = answer["meta_info"]
-    if any(name not in meta for name in ("output_token_logprobs", FILTERED, EXACT)):
+    if "output_token_logprobs" not in meta:
         raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
+    for name in (FILTERED, EXACT):
+        if name not in meta:
+            raise ValueError(f"the answer has no {name}: its server runs another backend, or a plugin of another version than this client")
     if not all(meta[EXACT]):
         raise ValueError(
             f"the weights changed under answer {meta['id']}, or under the cache that it read: update between requests and flush the cache"

@@ -15,8 +15,8 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
 - around RoutedExpertsCapturer.create: SGLang's own keeps experts without their weights. The model refuses to hand it routing.
 - around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts. The scheduler
   asserts that it is wrapped.
-- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, so their content hash is
-  forgotten. The fingerprint's route asserts that it is wrapped, and the next two.
+- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
+  content hash is forgotten, and no cached row is of them. The fingerprint's route asserts that it is wrapped, and the next two.
 - after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again.
 - before SchedulerWeightUpdaterManager.update_weights_from_tensor: it may write parameters without the model's load_weights.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
@@ -37,7 +37,9 @@ from zoo.sglang_plugin.slots import around_alloc_extend
 logger = logging.getLogger(__name__)
 
 SRT = "sglang.srt"
-KV_MEMORY = "kv_cache"  # SGLang's tag of memory that is released and resumed with its key-value pool
+# SGLang's tags of memory that is released and resumed: with its key-value pool, with the model
+KV_MEMORY = "kv_cache"
+WEIGHTS_MEMORY = "weights"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -144,7 +146,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         for name in ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor"):
             if not hasattr(getattr(type(scheduler.weight_updater), name), "__wrapped__"):
                 raise RuntimeError(f"weights or pages may change unnoticed: the hook on {name} is not active")
-        released = "weights" in scheduler.weight_updater.offload_tags
+        released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         model = scheduler.tp_worker.model_runner.model
         result.internal_state[STATE] = {"fingerprint": None if released else model.fingerprint().to_dict()}
     return result
@@ -152,8 +154,9 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
 def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
     runner = updater.tp_worker.model_runner
-    if runner.server_args.attention_backend in PROGRAMS:
-        runner.model.zoo.weights_changed()
+    # at every release while they are away: SGLang flushes when the pages follow, and that makes nothing exact
+    if runner.server_args.attention_backend in PROGRAMS and WEIGHTS_MEMORY in updater.offload_tags:
+        runner.model.overwrite()
     return result
 
 
