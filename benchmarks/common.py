@@ -143,8 +143,8 @@ class GraphTimer:
         return graph, turns * len(calls)
 
 
-def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The kernels of one call on the GPU, the longest first: microseconds, blocks, threads, and what limits blocks per multiprocessor."""
+def launches_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The kernel launches of one call, the longest first: microseconds, blocks, threads, and what limits blocks per multiprocessor."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -154,11 +154,11 @@ def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(path))
-        return kernels_in(json.loads(path.read_text())["traceEvents"])
+        return launches_in(json.loads(path.read_text())["traceEvents"])
 
 
-def kernels_in(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`kernels_of` from a trace's events."""
+def launches_in(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`launches_of` from a trace's events."""
     found = [e for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"]
     return [
         {

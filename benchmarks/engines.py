@@ -183,11 +183,11 @@ def served_by(engine: Any) -> dict[str, Any]:
     backend = str(info.get("attention_backend"))
     if not backend.startswith("zoo"):
         return {"backend": backend}
+    from zoo.common.fingerprint import products
     from zoo.sglang_plugin import fingerprint
 
     made = fingerprint(engine).realisation
-    products = {name: provider for name, provider in made.items() if name.startswith(("linear ", "experts "))}
-    return {"backend": backend, "qualification": made["qualification"], "providers": products}
+    return {"backend": backend, "qualification": made["qualification"], "providers": products(made)}
 
 
 class Bench:

@@ -27,7 +27,7 @@ from benchmarks.common import (
     about,
     first_line,
     in_parallel,
-    kernels_of,
+    launches_of,
     numbers,
     rates,
     relative_error,
@@ -82,7 +82,7 @@ def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
     row["timing"] = "events" if work.eager else "graph"
     row["others"] = {name: us for name, us in times.items() if name not in (first, row["rival"])}
     if program.device == "cuda" and (row["ratio"] or 0) > AIM:  # where the time goes that the aim misses
-        row["profile"] = {name: kernels_of(calls[name][0]) for name in (first, row["rival"])}
+        row["profile"] = {name: launches_of(calls[name][0]) for name in (first, row["rival"])}
     return row | ({"failed": failed} if failed else {})
 
 

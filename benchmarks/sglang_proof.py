@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks import sglang_phases as phases
 from benchmarks.common import Recorder, about, first_line, table
 from benchmarks.sglang_phases import Model, say
+from zoo.common.fingerprint import products
 from zoo.verify.subject import SIZES
 
 TOGETHER = 8  # records scored in one packed batch
@@ -169,9 +170,8 @@ def _providers(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Which provider of the server ran each matrix product; all of them where records differ."""
     found: dict[str, set[str]] = {}
     for line in lines:
-        for product, provider in line["record"]["fingerprint"]["realisation"].items():
-            if product.startswith(("linear ", "experts ")):
-                found.setdefault(product, set()).add(provider)
+        for product, provider in products(line["record"]["fingerprint"]["realisation"]).items():
+            found.setdefault(product, set()).add(provider)
     return {product: " and ".join(sorted(names)) for product, names in found.items()}
 
 

@@ -77,10 +77,10 @@ def test_rates_and_cold_sets() -> None:
     assert common.sets_for(1 << 30) == 1 and common.sets_for(1 << 26) == 2 and common.sets_for(10) == common.MOST_SETS
 
 
-def test_kernels_in_a_trace() -> None:
+def test_launches_in_a_trace() -> None:
     args = {"grid": [4, 2, 1], "block": [128, 1, 1], "registers per thread": 90, "shared memory": 512}
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 5.0, "args": args}
-    found = common.kernels_in([{"ph": "X", "cat": "cuda_runtime", "name": "launch", "dur": 9}, {**kernel, "dur": 2.0}, kernel])
+    found = common.launches_in([{"ph": "X", "cat": "cuda_runtime", "name": "launch", "dur": 9}, {**kernel, "dur": 2.0}, kernel])
     assert [k["us"] for k in found] == [5.0, 2.0]
     assert (found[0]["blocks"], found[0]["threads"], found[0]["registers"], found[0]["shared_bytes"]) == (8, 128, 90, 512)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plugin_harness import arguments
 from torch import Tensor
 
 from zoo.common import ops
@@ -211,20 +212,6 @@ def test_graph_steps_are_static_and_refreshed_in_place() -> None:
 
 
 FIELDS = SIZES["8b"].to_hf()
-
-
-def arguments(**changed: Any) -> Any:
-    """A stand-in of ServerArgs: SGLang's defaults for every field that the plugin looks at."""
-    values: dict[str, Any] = {refusal.field: refusal.served[0] for refusal in options.REFUSALS}
-    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="disabled"), decode=types.SimpleNamespace(backend="full"))
-    values |= {
-        "attention_backend": "zoo", "model_path": "/nowhere", "revision": None, "sampling_backend": None, "page_size": None,
-        "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
-        "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
-        "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
-        "enable_return_routed_experts": False,
-    }  # fmt: skip
-    return types.SimpleNamespace(**(values | changed))
 
 
 def test_stand_in_one_option_implies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugin_harness import arguments
 from torch import Tensor
 
 from zoo.common.rows import Rows
@@ -272,21 +273,6 @@ def test_stand_in_allocator_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(made, [0], [1], [-1]) is None and ask(made, [1], [2], [80]).tolist() == [81]
     backend.attention_backend = "triton"
     assert ask(allocator(80, [1]), [0], [5], [-1]) == "original"
-
-
-def arguments(**changed: Any) -> Any:
-    """A stand-in of ServerArgs with SGLang's defaults."""
-    values: dict[str, Any] = {refusal.field: refusal.served[0] for refusal in options.REFUSALS}
-    graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="disabled"), decode=types.SimpleNamespace(backend="full"))
-    values |= {
-        "attention_backend": "zoo", "model_path": "/nowhere", "revision": None, "sampling_backend": None, "page_size": None,
-        "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
-        "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
-        "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
-        "enable_return_routed_experts": False,
-        "disable_radix_cache": False, "max_running_requests": None,
-    }  # fmt: skip
-    return types.SimpleNamespace(**(values | changed))
 
 
 def wrapped(config: Qwen35Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,6 +55,11 @@ class Fingerprint:
         if set(fields) != names:
             raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {sorted(fields)}")
         return cls(**fields)
+
+
+def products(realisation: Mapping[str, str]) -> dict[str, str]:
+    """Of a fingerprint's realisation the matrix products: which provider runs each shape."""
+    return {name: provider for name, provider in realisation.items() if name.startswith(("linear ", "experts "))}
 
 
 def content_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:

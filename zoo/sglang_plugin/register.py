@@ -82,6 +82,7 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
         return original(runner)
     register_classes()
     result = original(runner)
+    from zoo.common.fingerprint import products
     from zoo.sglang_plugin.check import assert_active
 
     # before SGLang measures what is left for its key-value pool
@@ -93,7 +94,7 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
     logger.info("zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines)
     made = printed.realisation
-    logger.info("zoo: %s", ", ".join(f"{k} by {v}" for k, v in made.items() if k.startswith(("linear ", "experts "))))
+    logger.info("zoo: %s", ", ".join(f"{k} by {v}" for k, v in products(made).items()))
     if PROGRAMS[args.attention_backend] == "aligned" and made["qualification"] != "qualified":
         logger.warning("zoo: not every faster provider is qualified on this GPU and toolchain: run `zoo qualify` once; bytes are the same")
     return result
