@@ -1,8 +1,0 @@
-"""Lets the tests of this folder import its helper modules, which pytest's importlib mode alone would not."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
