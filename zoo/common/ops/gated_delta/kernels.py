@@ -217,8 +217,8 @@ def _keep(k_ptr, v_ptr, beta_ptr, decay_ptr, chunk_ptr, sequence_ptr, slot_ptr, 
 
 
 @triton.jit
-def _replay(i, slot, k_new, v_new, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr,
-            beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr,
+def _replay(i, slot, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr, beta_cache_ptr,
+            decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr,
             E: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """Row i of a chunk, i < LANES. A product's tile has two rows: 0 is on the way to u, 1 (and its copies) on the way to o."""
     n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -262,15 +262,12 @@ def _replay(i, slot, k_new, v_new, log_decay, beta_new, q_ptr, k_ptr, v_ptr, ima
             out += 0.0  # the steps left out, over zeros, make -0 +0
         result = tl.where(row == 0, u_new[None, :], (out * scale).to(k.dtype))
         tl.store(tl.where(row == 0, u_cache_ptr + i * E, out_ptr + at * E) + column[None, :], result, mask=row < 2)
-        tl.store(v_cache_ptr + i * E + column, v_new)
         if part == 0:
             tl.store(inverse_cache_ptr + i * J + lane[None, :], inverse)
             if LANES < J:
                 tl.store(inverse_cache_ptr + i * J + tl.arange(0, J), tl.zeros((J,), tl.float32), mask=tl.arange(0, J) >= LANES)
             tl.store(beta_cache_ptr + i, beta_new)
             tl.store(decay_cache_ptr + i, total)
-            if head % REPEAT == 0:
-                tl.store(k_cache_ptr + i * K + key, k_new)
 
 
 @triton.jit
@@ -306,12 +303,16 @@ def _step(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, positions_ptr, slot_ptr,
     n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     q_ptr, k_ptr = q_ptr + n * q_stride + head // REPEAT * K, k_ptr + n * k_stride + head // REPEAT * K
     v_ptr += n * v_stride + head * E
+    key, column = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
     # these loads wait for nothing
-    k_new, v_new = tl.load(k_ptr + tl.arange(0, K)), tl.load(v_ptr + part * BLOCK + tl.arange(0, BLOCK))
+    k_new, v_new = tl.load(k_ptr + key), tl.load(v_ptr + column)
     log_decay, beta_new = tl.load(log_decay_ptr + n * heads + head), tl.load(beta_ptr + n * heads + head)
     i, slot = tl.load(positions_ptr + n).to(tl.int32) & (J - 1), tl.load(slot_ptr + n)
-    operands = (i, slot, k_new, v_new, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr,
-                beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale)  # fmt: skip
+    tl.store(v_cache_ptr + ((slot * heads + head) * J + i) * E + column, v_new)
+    if (part == 0) & (head % REPEAT == 0):
+        tl.store(k_cache_ptr + ((slot * (heads // REPEAT) + head // REPEAT) * J + i) * K + key, k_new)
+    operands = (i, slot, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr, beta_cache_ptr,
+                decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale)  # fmt: skip
     if i < 16:
         _replay(*operands, REPEAT, K, E, BLOCK, ROWS, STAGES, 16)
     elif i < 32:
