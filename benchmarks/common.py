@@ -8,6 +8,7 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,33 @@ class GraphTimer:
                 for call in calls:
                     call()
         return graph, turns * len(calls)
+
+
+def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The kernels of one call on the GPU, the longest first: microseconds, blocks, threads, and what limits blocks per multiprocessor."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        return kernels_in(json.loads(path.read_text())["traceEvents"])
+
+
+def kernels_in(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`kernels_of` from a trace's events."""
+    found = [e for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"]
+    return [
+        {
+            "kernel": e["name"][:90], "us": e["dur"], "blocks": math.prod(e["args"].get("grid", ())),
+            "threads": math.prod(e["args"].get("block", ())), "registers": e["args"].get("registers per thread"),
+            "shared_bytes": e["args"].get("shared memory"),
+        }
+        for e in sorted(found, key=lambda e: -e["dur"])
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

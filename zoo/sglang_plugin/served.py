@@ -21,6 +21,8 @@ from zoo.common.program import resolve
 from zoo.common.registry import model_class
 from zoo.common.serving import ForServing
 from zoo.sglang_plugin.backend import PagedBackend
+from zoo.sglang_plugin.capturer import capturer
+from zoo.sglang_plugin.columns import WeightsState
 from zoo.sglang_plugin.loading import load
 from zoo.sglang_plugin.memory import KeyValuePool
 from zoo.sglang_plugin.names import PROGRAMS
@@ -51,8 +53,9 @@ class Served(nn.Module):
         for i, module in enumerate(m for m in self.zoo.modules() if isinstance(m, RotaryTable)):
             self.register_buffer(f"rotary_{i}", module.table_PC2, persistent=False)
         self._loaded = False
+        self.weights = WeightsState()
         self._checked = False
-        self._returns_experts = bool(args.enable_return_routed_experts)
+        self._returns_routing = bool(args.enable_return_routed_experts)
 
     def reserve(self, requests: int) -> None:
         """Memory beside the key-value pool for `requests` at once; none here."""
@@ -70,7 +73,7 @@ class Served(nn.Module):
             self._check(backend)
         step = backend.step
         step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
-        with ops.watch(_CaptureExperts()) if self._returns_experts else nullcontext():
+        with ops.watch(_CaptureRouting()) if self._returns_routing else nullcontext():
             hidden_RD = self.zoo.hidden_rows(input_ids, step.rows, backend.pool.during(step), step.table_NB)
         if forward_batch.forward_mode.is_decode_or_idle():
             return LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD))
@@ -99,26 +102,29 @@ class Served(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part."""
+        if self._loaded:
+            self.overwrite()
         load(self.zoo, weights, whole=not self._loaded)
         self._loaded = True
+
+    def overwrite(self) -> None:
+        """Parameters are going to be written: what the cache and running requests hold, if there are any, is of other weights."""
+        self.zoo.weights_changed()
+        self.weights.written()
 
     def fingerprint(self) -> Fingerprint:
         return self.zoo.fingerprint()
 
 
-class _CaptureExperts:
-    """Hands each layer's routed experts, in slot order, to SGLang's capturer; it sees ops and changes none."""
+class _CaptureRouting:
+    """Hands each layer's routing to the capturer; it sees ops and changes none."""
 
     def __init__(self) -> None:
-        from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
-
-        self.layer = 0
-        self.capturer = get_global_experts_capturer()
+        self.layer, self.capturer = 0, capturer()
 
     def __call__(self, contract: Any, arguments: dict[str, Any], result: Any) -> None:
         if contract.name == "route":
-            if self.capturer is not None:
-                self.capturer.capture(self.layer, result[1].to(torch.int32))
+            self.capturer.write(self.layer, *result)
             self.layer += 1
 
 

@@ -75,6 +75,27 @@ class Contract:
         return _choose(self.name, program, shape)
 
 
+class OpFunction(torch.autograd.Function):
+    """Base of the ops' autograd functions. `run` is `apply`, or where no gradient can be asked for `forward` alone, sooner."""
+
+    @classmethod
+    def run(cls, *args: Any) -> Any:
+        return cls.apply(*args) if torch.is_grad_enabled() else cls.forward(_Unrecorded(), *args)
+
+
+class _Unrecorded:
+    """The context of a call that no backward follows."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
 def closed_form(backward: Callable[..., Any]) -> Callable[..., Any]:
     """An op's `Function.backward`: autocast is shut out of it, and a gradient of the gradient is refused with a ValueError."""
 

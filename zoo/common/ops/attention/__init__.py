@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.common.memory import KeyValues
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -28,7 +27,8 @@ CONTRACT = Contract(
     backward="flash backward from the saved output and log-sum-exp, deterministic order",
     launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "
     "times a non-finite value is NaN, so values must be finite in every key tile that a row reads: later rows of its own sequence (CPU "
-    "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed)",
+    "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed); on CUDA a score times scale times "
+    "log2(e) must stay below 2^30 in size: beyond it FlashAttention 4's exponent of the largest score is wrong by a rounding's error",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True,
@@ -45,7 +45,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, scale: float, segment: int | None, provider: Provider
@@ -73,4 +73,4 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
     provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
-    return _Attention.apply(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)
+    return _Attention.run(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)

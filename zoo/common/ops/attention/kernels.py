@@ -19,7 +19,7 @@ from zoo.common.rows import Rows
 PARALLEL_BLOCKS = 132  # multiprocessors of an H200: the unaligned rival splits keys until they are busy
 
 
-_generic: set[tuple[Any, ...]] = set()  # launches that FlashAttention 4 has compiled from a shape without a leading 1
+_primed: set[tuple[Any, ...]] = set()  # kinds of launches of one row that were compiled from two
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -30,12 +30,12 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    given = tuple(sorted((name, value if isinstance(value, bool) else value is None) for name, value in options.items()))
-    kind = (q.dtype, q.dim(), q.shape[-2:], k.shape[-3 if k.dim() == 4 else -2 :], given)
-    if kind not in _generic:
-        if q.shape[0] == 1:
+    if q.shape[0] == 1:
+        given = tuple(sorted((name, value if isinstance(value, bool) else value is None) for name, value in options.items()))
+        kind = (q.dtype, q.dim(), q.shape[-2:], k.shape[-3 if k.dim() == 4 else -2 :], given)
+        if kind not in _primed:
             _flash_attn_fwd(*_twice(q, k, v), num_splits=1, **{name: _doubled(name, value, q) for name, value in options.items()})
-        _generic.add(kind)
+            _primed.add(kind)
     return _flash_attn_fwd(q, k, v, num_splits=1, **options)[0]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, PackedDelta
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -34,7 +33,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _CausalConv(torch.autograd.Function):
+class _CausalConv(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, carry: Tensor | None, slots: Tensor | None, rows: Rows, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, weight, carry)
@@ -57,7 +56,7 @@ def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelt
         raise ValueError(f"causal_conv: rows of {x_RC.shape[1]} channels, a weight of shape {tuple(weight_C4.shape)}")
     provider = CONTRACT.provider(program)
     if isinstance(history, PackedDelta):
-        return _CausalConv.apply(x_RC, weight_C4, history.carry_NWC, None, rows, provider)
-    y = _CausalConv.apply(x_RC, weight_C4, history.rows_SWC, history.slot_N, rows, provider)
+        return _CausalConv.run(x_RC, weight_C4, history.carry_NWC, None, rows, provider)
+    y = _CausalConv.run(x_RC, weight_C4, history.rows_SWC, history.slot_N, rows, provider)
     provider.function("advance")(x_RC, history.rows_SWC, history.slot_N, rows)
     return y

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -29,7 +28,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, slots: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, block: int, contributors: int, provider: Provider
@@ -55,4 +54,4 @@ def combine(
             f"combine: slots {tuple(slots_RKD.shape[:2])}, weights {tuple(weights_RK.shape)} and experts {tuple(experts_RK.shape)} differ"
         )
     block = -(-num_experts // program.contributors)
-    return _Combine.apply(slots_RKD, weights_RK, experts_RK, shared_RD, block, program.contributors, CONTRACT.provider(program))
+    return _Combine.run(slots_RKD, weights_RK, experts_RK, shared_RD, block, program.contributors, CONTRACT.provider(program))

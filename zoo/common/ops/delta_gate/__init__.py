@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -30,7 +29,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _DeltaGate(torch.autograd.Function):
+class _DeltaGate(OpFunction):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, provider: Provider) -> Any:
         ctx.save_for_backward(a, b, a_log, dt_bias)
@@ -48,4 +47,4 @@ def delta_gate(a_RV: Tensor, b_RV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor, *
     """(log_decay_RV <= 0, beta_RV in 0 .. 1). ValueError if the heads disagree."""
     if not a_RV.shape[1] == b_RV.shape[1] == a_log_V.shape[0] == dt_bias_V.shape[0]:
         raise ValueError(f"delta_gate: {a_RV.shape[1]}, {b_RV.shape[1]}, {a_log_V.shape[0]} and {dt_bias_V.shape[0]} heads differ")
-    return _DeltaGate.apply(a_RV, b_RV, a_log_V, dt_bias_V, CONTRACT.provider(program))
+    return _DeltaGate.run(a_RV, b_RV, a_log_V, dt_bias_V, CONTRACT.provider(program))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -26,7 +25,7 @@ CONTRACT = Contract(
 )
 
 
-class _Embed(torch.autograd.Function):
+class _Embed(OpFunction):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(ids)
@@ -42,4 +41,4 @@ class _Embed(torch.autograd.Function):
 @observed(CONTRACT)
 def embed(ids_R: Tensor, weight_VD: Tensor, *, program: Program) -> Tensor:
     """weight[ids]. Ids are checked where they enter a model, not here: a check would stop a CUDA graph."""
-    return _Embed.apply(weight_VD, ids_R, CONTRACT.provider(program))
+    return _Embed.run(weight_VD, ids_R, CONTRACT.provider(program))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -39,7 +38,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, chosen, gate_up, down)
@@ -64,4 +63,4 @@ def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Te
         )
     if x_RD.shape[1] != hidden:
         raise ValueError(f"experts: rows of {x_RD.shape[1]} columns, experts of {hidden}")
-    return _Experts.apply(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, (count, hidden, twice // 2)))
+    return _Experts.run(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, (count, hidden, twice // 2)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import DeltaState, PackedDelta
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -54,7 +54,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _GatedDelta(torch.autograd.Function):
+class _GatedDelta(OpFunction):
     """Training: (o, the state after each document's last whole chunk)."""
 
     @staticmethod
@@ -143,7 +143,7 @@ def gated_delta_states(
     )
     if initial_NVKE is not None and initial_NVKE.shape != states:
         raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
-    return _GatedDelta.apply(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)
+    return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -32,7 +31,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _GatedRMSNorm(torch.autograd.Function):
+class _GatedRMSNorm(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
@@ -50,4 +49,4 @@ def gated_rms_norm(x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float
     """rms_norm(x) * silu(gate) over the last dim. ValueError if the shapes disagree."""
     if x_RVE.shape != gate_RVE.shape or weight_E.shape != x_RVE.shape[-1:]:
         raise ValueError(f"gated_rms_norm: x {tuple(x_RVE.shape)}, gate {tuple(gate_RVE.shape)}, weight {tuple(weight_E.shape)} disagree")
-    return _GatedRMSNorm.apply(x_RVE, gate_RVE, weight_E, eps, CONTRACT.provider(program))
+    return _GatedRMSNorm.run(x_RVE, gate_RVE, weight_E, eps, CONTRACT.provider(program))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 EPS = 1e-6
@@ -28,7 +27,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _L2Norm(torch.autograd.Function):
+class _L2Norm(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(x)
@@ -44,4 +43,4 @@ class _L2Norm(torch.autograd.Function):
 @observed(CONTRACT)
 def l2_norm(x_RHK: Tensor, *, program: Program) -> Tensor:
     """x / sqrt(sum of squares + 1e-6) over the last dim: the sum, not the mean, and eps inside the root."""
-    return _L2Norm.apply(x_RHK, CONTRACT.provider(program))
+    return _L2Norm.run(x_RHK, CONTRACT.provider(program))

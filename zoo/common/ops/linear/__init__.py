@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -37,7 +37,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype, k_parts: int, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -63,4 +63,4 @@ def linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torc
     if weight_NK.shape[1] % k_parts:
         raise ValueError(f"linear: K = {weight_NK.shape[1]} does not divide into {k_parts} parts")
     provider = CONTRACT.provider(program, (weight_NK.shape[0], weight_NK.shape[1], k_parts))
-    return _Linear.apply(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts, provider)
+    return _Linear.run(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts, provider)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 # columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
@@ -50,7 +50,7 @@ def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: Tensor | None, 
     return logits if inverse_temperature is None else logits * inverse_temperature[:, None]
 
 
-class _LogProb(torch.autograd.Function):
+class _LogProb(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: Tensor | None, program: Program, provider: Provider
@@ -115,7 +115,7 @@ def log_prob(
 ) -> TokenScores:
     """Scores of `targets_R` after each row; logits are multiplied by `inverse_temperature_R` (FP32) if it is given."""
     provider = CONTRACT.provider(program)
-    return TokenScores(*_LogProb.apply(hidden_RD, weight_VD, targets_R, inverse_temperature_R, program, provider))
+    return TokenScores(*_LogProb.run(hidden_RD, weight_VD, targets_R, inverse_temperature_R, program, provider))
 
 
 @observed(CONTRACT)

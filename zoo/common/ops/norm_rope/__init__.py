@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
-from zoo.common.ops.norm_rope.reference import Heads, split_heads
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.norm_rope.reference import Heads, value_heads
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -29,7 +29,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _NormRope(torch.autograd.Function):
+class _NormRope(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: Heads, eps: float,
@@ -38,7 +38,7 @@ class _NormRope(torch.autograd.Function):
         ctx.save_for_backward(qkv, q_weight, k_weight, table, positions)
         ctx.constants, ctx.provider = (heads, eps, offset), provider
         q, k = provider.function("forward")(qkv, q_weight, k_weight, table, positions, *ctx.constants)
-        return q, k, split_heads(qkv, heads)[2]
+        return q, k, value_heads(qkv, heads)
 
     @staticmethod
     @closed_form
@@ -75,4 +75,4 @@ def norm_rope(
     if 2 * table_PC2.shape[1] > width:
         raise ValueError(f"norm_rope: a table for {2 * table_PC2.shape[1]} columns, heads of {width}")
     provider = CONTRACT.provider(program)
-    return _NormRope.apply(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, float(zero_centred), provider)
+    return _NormRope.run(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, float(zero_centred), provider)

@@ -28,8 +28,13 @@ def split_heads(qkv_RC: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Views (q_RHE, k_RGE, v_RGE)."""
     first, key_columns = heads.queries * heads.query_width, heads.keys * heads.width
     q = qkv_RC[:, :first].unflatten(1, (heads.queries, heads.query_width))[..., : heads.width]
-    k, v = (t.unflatten(1, (heads.keys, heads.width)) for t in qkv_RC[:, first:].split(key_columns, dim=1))
-    return q, k, v
+    k = qkv_RC[:, first : first + key_columns].unflatten(1, (heads.keys, heads.width))
+    return q, k, value_heads(qkv_RC, heads)
+
+
+def value_heads(qkv_RC: Tensor, heads: Heads) -> Tensor:
+    """The view v_RGE."""
+    return qkv_RC[:, -heads.keys * heads.width :].view(-1, heads.keys, heads.width)
 
 
 def join_heads(q_RHE: Tensor, k_RGE: Tensor, v_RGE: Tensor, heads: Heads) -> Tensor:

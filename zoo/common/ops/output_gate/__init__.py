@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -32,7 +31,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _OutputGate(torch.autograd.Function):
+class _OutputGate(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, gate)
@@ -50,4 +49,4 @@ def output_gate(x: Tensor, gate: Tensor, *, program: Program) -> Tensor:
     """x * sigmoid(gate). ValueError unless the gate has x's shape or one column a row."""
     if gate.shape not in (x.shape, (x.shape[0], 1)):
         raise ValueError(f"output_gate: rows {tuple(x.shape)}, gate {tuple(gate.shape)}")
-    return _OutputGate.apply(x, gate, CONTRACT.provider(program))
+    return _OutputGate.run(x, gate, CONTRACT.provider(program))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -29,7 +28,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(OpFunction):
     """x (+ residual) -> normalised, sum. With no residual the sum is x itself."""
 
     @staticmethod
@@ -58,7 +57,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Tensor:
     """x / rms(x) * weight over the last dim ([R, D], or [R, H, E] per head); `zero_centred` models store weight - 1."""
     _check(x, weight_D)
-    return _RMSNorm.apply(x, None, weight_D, eps, float(zero_centred), CONTRACT.provider(program))
+    return _RMSNorm.run(x, None, weight_D, eps, float(zero_centred), CONTRACT.provider(program))
 
 
 @observed(CONTRACT)
@@ -69,4 +68,4 @@ def add_rms_norm(
     _check(x_RD, weight_D)
     if x_RD.shape != residual_RD.shape:
         raise ValueError(f"add_rms_norm: x {tuple(x_RD.shape)} and residual {tuple(residual_RD.shape)} differ")
-    return _RMSNorm.apply(x_RD, residual_RD, weight_D, eps, float(zero_centred), CONTRACT.provider(program))
+    return _RMSNorm.run(x_RD, residual_RD, weight_D, eps, float(zero_centred), CONTRACT.provider(program))

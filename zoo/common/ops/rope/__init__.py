@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -33,7 +33,7 @@ def table_hash(table: Tensor) -> str:
     return hashlib.sha256(table.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(table, positions)
@@ -54,4 +54,4 @@ def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, *, program: Prog
         raise ValueError(f"rope: the table must stay float32, it is {table_PC2.dtype}")
     if 2 * table_PC2.shape[1] > x_RHE.shape[-1]:
         raise ValueError(f"rope: a table for {2 * table_PC2.shape[1]} columns, heads of {x_RHE.shape[-1]}")
-    return _Rope.apply(x_RHE, table_PC2, positions_R, CONTRACT.provider(program))
+    return _Rope.run(x_RHE, table_PC2, positions_R, CONTRACT.provider(program))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -27,7 +27,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _Route(torch.autograd.Function):
+class _Route(OpFunction):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool, provider: Provider) -> Any:
         weights, experts = provider.function("forward")(logits, top_k, renormalise)
@@ -50,4 +50,4 @@ def route(logits_RX: Tensor, top_k: int, renormalise: bool, *, program: Program)
         raise ValueError(f"route: logits must be float32, they are {logits_RX.dtype}")
     if top_k > logits_RX.shape[1]:
         raise ValueError(f"route: top {top_k} of {logits_RX.shape[1]} experts")
-    return _Route.apply(logits_RX, top_k, renormalise, CONTRACT.provider(program))
+    return _Route.run(logits_RX, top_k, renormalise, CONTRACT.provider(program))

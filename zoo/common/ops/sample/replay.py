@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import CONTRACTS, closed_form
+from zoo.common.ops.contract import CONTRACTS, OpFunction, closed_form
 from zoo.common.ops.log_prob import ROW_CHUNK, VOCABULARY_CHUNK, log_prob_of_logits, logits
 from zoo.common.program import Program
 
@@ -42,7 +42,7 @@ def score_of(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
     return torch.clamp(logits_RV.gather(1, token_R[:, None])[:, 0] - lse_R, max=0.0)
 
 
-class ScoreFiltered(torch.autograd.Function):
+class ScoreFiltered(OpFunction):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: RowSampling, program: Program) -> Tensor:
         scored, kept_lse, logit, last = [], [], [], []

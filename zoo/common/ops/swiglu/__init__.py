@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, closed_form, observed
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -26,7 +25,7 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(OpFunction):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -44,4 +43,4 @@ def swiglu(gate_up: Tensor, *, program: Program) -> Tensor:
     """silu(gate) * up; ValueError if the width is odd."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu: gate and up need an even width together, got {gate_up.shape[-1]}")
-    return _SwiGLU.apply(gate_up, CONTRACT.provider(program))
+    return _SwiGLU.run(gate_up, CONTRACT.provider(program))
