@@ -96,6 +96,23 @@ def test_steps_are_the_reference_across_a_chunk() -> None:
         torch.testing.assert_close(moved["out"], wanted["out"], **CLOSE)
 
 
+def test_steps_are_the_reference_where_their_tiles_grow() -> None:
+    """A step's tiles hold 16, 32 or 64 lanes."""
+    args = made([35], (16, 16), decay=0)
+    plan = ((14,), (1,), (1,), (1,), (13,), *(((1,),) * 5))
+    got, wanted = (pushed(args, plan, m.serve) for m in (kernels, reference))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((16, 1, 1, None), 2), ((64, 8, 2, 128), 16)])
+def test_step_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch, shape: tuple[int | None, ...], rows: int) -> None:
+    args, plan = made([65], (64, 64)), ((15,), (1,), (1,), (46,), (1,), (1,))
+    whole = pushed(args, plan, kernels.serve)
+    monkeypatch.setattr(kernels, "STEP_SHAPES", ((1 << 62, *shape),))
+    monkeypatch.setattr(kernels, "STEP_ROWS", rows)
+    torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)
+
+
 def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     args, plan = made([65], (16, 64)), ((62,), (1,), (1,), (1,))
     whole = pushed(args, plan, kernels.serve)

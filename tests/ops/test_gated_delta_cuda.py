@@ -157,6 +157,28 @@ def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_bytes(after[1][11:], before[1])
 
 
+@pytest.mark.parametrize(("shape", "rows"), [((32, 4, 1, None), 2), ((64, 4, 2, None), 2), ((128, 8, 1, 128), 2), ((32, 4, 2, None), 16)])
+def test_step_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, shape: tuple[int | None, ...], rows: int) -> None:
+    """Steps around the places where their tiles grow and a chunk closes, extreme gates, every launch shape against chunks."""
+    monkeypatch.setattr(kernels, "STEP_SHAPES", ((1 << 62, *shape),))
+    monkeypatch.setattr(kernels, "STEP_ROWS", rows)
+    args = made([66], decay=0)
+    whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+    for begin in (0, 14, 30, 47, 62):
+        memory, slots = memory_for(args, 2), torch.tensor([1], device="cuda")
+        state = memory.view(slots)[0].state
+        if begin:
+            gated_delta(*rows_at(args, torch.arange(begin, device="cuda")), state, Rows.pushed([begin], [0], "cuda"), program=program())
+        for r in range(begin, begin + 4):
+            now = Rows.pushed([1], [r], "cuda")
+            out = gated_delta(*rows_at(args, torch.tensor([r], device="cuda")), state, now, program=program())
+            assert_same_bytes(out[0], whole[r], f"row {r}")
+        begun = torch.arange(begin + 4, device="cuda")
+        other = memory_for(args, 2)
+        gated_delta(*rows_at(args, begun), other.view(slots)[0].state, Rows.pushed([begin + 4], [0], "cuda"), program=program())
+        assert_same_bytes(memory.written(1, begin + 4), other.written(1, begin + 4), f"caches after row {begin + 3}")
+
+
 @pytest.mark.parametrize("length", [*EDGES, 593, 1000, 4096])
 def test_accuracy(length: int) -> None:
     """See the CPU test of the same name."""

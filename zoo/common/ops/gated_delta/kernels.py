@@ -1,7 +1,9 @@
 """gated_delta on CUDA: whole chunks in parallel around a scan of states, or one row a sequence replayed from its slot.
 
-Every product of a row is one `tl.dot` over all of K or all 64 lanes, of 64 rows in chunks and of 16 equal rows in a step: the
-same steps in the same order. `_plan` lays out C chunks, a bound from shapes alone, so that nothing waits for the host.
+Every product of a row is one `tl.dot` over all of K or all lanes, of 64 rows in chunks and of two in a step, which leaves out
+steps over zeros: the same ones in the same order.
+
+`_plan` lays out C chunks, a bound from shapes alone, so that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from zoo.common.rows import Rows
 J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
+# a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
+# asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most
+STEP_SHAPES = ((64, 32, 4, 2, None), (1 << 62, 64, 4, 1, 128))
+STEP_ROWS = 2  # of a step's tiles, which the compiler pads to the tensor cores' 16 (16 gives the same bytes)
 
 
 @triton.jit
@@ -211,92 +217,111 @@ def _keep(k_ptr, v_ptr, beta_ptr, decay_ptr, chunk_ptr, sequence_ptr, slot_ptr, 
 
 
 @triton.jit
-def _equal_rows(x):
-    """[X] -> [16, X]: the smallest tile of a product, one row sixteen times."""
-    return tl.broadcast_to(x[None, :], (16, x.shape[0]))
+def _replay(i, slot, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr, beta_cache_ptr,
+            decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr,
+            E: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """Row i of a chunk, i < LANES. A product's tile has two rows: 0 is on the way to u, 1 (and its copies) on the way to o."""
+    n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    lane, key, column = tl.arange(0, LANES), tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    row, own, live, before = tl.arange(0, ROWS)[:, None], lane == i, lane <= i, lane < i
+    held, at = slot * heads + head, n * heads + head
+    k_cache_ptr += (slot * (heads // REPEAT) + head // REPEAT) * J * K
+    v_cache_ptr, u_cache_ptr = v_cache_ptr + held * J * E, u_cache_ptr + held * J * E
+    beta_cache_ptr, decay_cache_ptr = beta_cache_ptr + held * J, decay_cache_ptr + held * J
+    inverse_cache_ptr += held * J * J
+    k_lanes, v_lanes = tl.where(own, k_ptr, k_cache_ptr + lane * K), tl.where(own, v_ptr, v_cache_ptr + lane * E)
+
+    total = tl.load(decay_cache_ptr + i - 1, mask=i > 0, other=0.0) + log_decay
+    beta = tl.where(own, beta_new, tl.load(beta_cache_ptr + lane, mask=before, other=0.0))
+    decay = tl.where(own, total, tl.load(decay_cache_ptr + lane, mask=before, other=0.0))
+    fade = tl.exp(tl.where(live, total - decay, float("-inf")))
+    # one turn, which the compiler doesn't know: with two stages it copies a loop's tiles asynchronously, all at once
+    for _ in tl.range(0, (slot >= 0).to(tl.int32), num_stages=STAGES):
+        keys = tl.load(k_lanes[None, :] + key[:, None], mask=live[None, :], other=0.0)
+        new = tl.load(tl.where(row == 0, k_ptr, q_ptr) + key[None, :])
+        scores = tl.dot(new, keys, input_precision="ieee")
+        earlier = tl.load(inverse_cache_ptr + lane[:, None] * J + lane[None, :], mask=before[:, None], other=0.0)
+        k = tl.load(k_lanes[:, None] + key[None, :], mask=live[:, None], other=0.0)
+        image = tl.load(image_ptr + held * K * E + key[:, None] * E + column[None, :])
+        v = tl.load(v_lanes[:, None] + column[None, :], mask=live[:, None], other=0.0)
+        u = tl.load(u_cache_ptr + lane[:, None] * E + column[None, :], mask=before[:, None], other=0.0)
+
+        a = tl.sum(tl.where(row == 0, scores, 0.0), axis=0) * fade * beta_new
+        p = tl.where((row > 0) & live[None, :], scores * fade[None, :], 0.0).to(k.dtype)
+        # of FP32 a product is FMAs, j ascending: `_invert`'s chain. + 0.0 makes -0 +0, as its sums do; -1.0 x 0 leaves even -0 alone
+        a = tl.where(before, -(a + 0.0), -1.0)
+        inverse = tl.dot(a[None, :], earlier + 0.0, tl.where(own, 1.0, 0.0)[None, :], input_precision="ieee")
+        left = tl.where(row == 0, inverse * (beta * tl.exp(decay))[None, :], inverse * beta[None, :]).to(k.dtype)
+        w = tl.dot(left, k, input_precision="ieee").to(k.dtype)
+        own_u = tl.sum(tl.where(row == 1, tl.dot(left, v, input_precision="ieee"), 0.0), axis=0)
+        read = tl.dot(tl.where(row == 0, w, new), image, input_precision="ieee")
+        u_new = (own_u - tl.sum(tl.where(row == 0, read, 0.0), axis=0)).to(k.dtype)
+        u = tl.where(own[:, None], u_new[None, :], u)
+        out = tl.dot(p, u, read * tl.exp(total), input_precision="ieee")
+        if LANES < J:
+            out += 0.0  # the steps left out, over zeros, make -0 +0
+        result = tl.where(row == 0, u_new[None, :], (out * scale).to(k.dtype))
+        tl.store(tl.where(row == 0, u_cache_ptr + i * E, out_ptr + at * E) + column[None, :], result, mask=row < 2)
+        if part == 0:
+            tl.store(inverse_cache_ptr + i * J + lane[None, :], inverse)
+            if LANES < J:
+                tl.store(inverse_cache_ptr + i * J + tl.arange(0, J), tl.zeros((J,), tl.float32), mask=tl.arange(0, J) >= LANES)
+            tl.store(beta_cache_ptr + i, beta_new)
+            tl.store(decay_cache_ptr + i, total)
 
 
 @triton.jit
-def _one_row(x):
-    """[16, X] of equal rows -> [X]."""
-    return tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, x, 0.0), axis=0)
+def _close(slot, k_ptr, log_decay, start_ptr, image_ptr, k_cache_ptr, u_cache_ptr, decay_cache_ptr, heads, REPEAT: tl.constexpr,
+           K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr):  # fmt: skip
+    """The next chunk's start, after row 63: of what other programs write now, nothing is read."""
+    head, part = tl.program_id(1), tl.program_id(2)
+    lane, key, held = tl.arange(0, J), tl.arange(0, K), slot * heads + head
+    own, decay_cache_ptr = lane == J - 1, decay_cache_ptr + held * J
+    k_cache_ptr += (slot * (heads // REPEAT) + head // REPEAT) * J * K
+    total = tl.load(decay_cache_ptr + J - 2) + log_decay
+    fade = tl.exp(total - tl.where(own, total, tl.load(decay_cache_ptr + lane, mask=lane < J - 1, other=0.0)))
+    k = tl.load(tl.where(own, k_ptr, k_cache_ptr + lane * K)[:, None] + key[None, :])
+    leave = tl.trans((k.to(tl.float32) * fade[:, None]).to(k.dtype))
+    tl.debug_barrier()  # the last row of u is from this launch
+    for first in range(0, BLOCK, NARROW):
+        column = part * BLOCK + first + tl.arange(0, NARROW)
+        news = tl.load(u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :])
+        place = held * K * E + key[:, None] * E + column[None, :]
+        added = tl.dot(leave, news, input_precision="ieee")
+        closing = tl.exp(total) + tl.zeros((K, NARROW), dtype=tl.float32)
+        closed = tl.fma(closing, tl.load(start_ptr + place), added)
+        tl.store(start_ptr + place, closed)
+        tl.store(image_ptr + place, closed.to(k.dtype))
 
 
 @triton.jit
 def _step(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, positions_ptr, slot_ptr, start_ptr, image_ptr, k_cache_ptr, v_cache_ptr,
-          u_cache_ptr, beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, scratch_ptr, out_ptr, q_stride, k_stride, v_stride,
-          heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
-          NARROW: tl.constexpr):  # fmt: skip
+          u_cache_ptr, beta_cache_ptr, decay_cache_ptr, inverse_cache_ptr, out_ptr, q_stride, k_stride, v_stride, heads, scale,
+          REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+          ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """One row of a sequence and head for BLOCK columns: reads lanes before its own, writes its own; row 63 closes the chunk."""
     n, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    i, slot = (tl.load(positions_ptr + n) % J).to(tl.int32), tl.load(slot_ptr + n)
-    lane, key, column = tl.arange(0, J), tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
-    held, held_key = slot * heads + head, slot * (heads // REPEAT) + head // REPEAT
-    k_cache_ptr += held_key * J * K
-    u_cache = u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :]
-    v_cache = v_cache_ptr + held * J * E + lane[:, None] * E + column[None, :]
-    inverse_cache_ptr += held * J * J
-    state = held * K * E + key[:, None] * E + column[None, :]
-    before, own_lane = lane < i, lane == i
-
-    image = tl.load(image_ptr + state)
-    k_row = tl.load(k_ptr + n * k_stride + head // REPEAT * K + key)
-    v_row = tl.load(v_ptr + n * v_stride + head * E + column)
-    q = _equal_rows(tl.load(q_ptr + n * q_stride + head // REPEAT * K + key))
-    k = tl.load(k_cache_ptr + lane[:, None] * K + key[None, :], mask=before[:, None], other=0.0)
-    k = tl.where(own_lane[:, None], k_row[None, :], k)
-    v = tl.where(own_lane[:, None], v_row[None, :], tl.load(v_cache, mask=before[:, None], other=0.0))
-    u = tl.load(u_cache, mask=before[:, None], other=0.0)
-    beta_row = tl.load(beta_ptr + n * heads + head)
-    beta = tl.where(own_lane, beta_row, tl.load(beta_cache_ptr + held * J + lane, mask=before, other=0.0))
-    total = tl.load(decay_cache_ptr + held * J + i - 1, mask=i > 0, other=0.0) + tl.load(log_decay_ptr + n * heads + head)
-    decay = tl.where(own_lane, total, tl.load(decay_cache_ptr + held * J + lane, mask=before, other=0.0))
-    fade = tl.exp(tl.where(lane <= i, total - decay, float("-inf")))
-
-    a = _one_row(tl.dot(_equal_rows(k_row), tl.trans(k), input_precision="ieee")) * fade * beta_row
-    scratch_ptr += ((n * heads + head) * tl.num_programs(2) + part) * J
-    tl.store(scratch_ptr + lane, tl.where(before, a, 0.0))
-    tl.debug_barrier()
-    inverse = tl.where(own_lane, 1.0, 0.0)
-    for first in range(0, i, 16):  # left-looking: the chain that `_invert` makes for this row
-        for offset in tl.static_range(16):
-            j = first + offset
-            # + 0.0 makes -0 +0, as the sums of `_invert` do
-            earlier = tl.load(inverse_cache_ptr + j * J + lane, mask=(lane <= j) & (j < i), other=0.0) + 0.0
-            factor = tl.load(scratch_ptr + j) + tl.zeros((J,), tl.float32)
-            inverse = tl.where(j < i, tl.fma(-factor, earlier, inverse), inverse)
-
-    left = _equal_rows((inverse * (beta * tl.exp(decay))).to(k.dtype))
-    w = tl.dot(left, k, input_precision="ieee").to(k.dtype)
-    own = tl.dot(_equal_rows((inverse * beta).to(k.dtype)), v, input_precision="ieee")
-    u_row = _one_row((own - tl.dot(w, image, input_precision="ieee")).to(k.dtype).to(tl.float32)).to(k.dtype)
-    u = tl.where(own_lane[:, None], u_row[None, :], u)
-    p = (tl.dot(q, tl.trans(k), input_precision="ieee") * _equal_rows(fade)).to(k.dtype)
-    p = tl.where((lane <= i)[None, :], p, 0.0)
-    read = tl.dot(q, image, input_precision="ieee") * tl.exp(total)
-    out = _one_row(tl.dot(p, u, read, input_precision="ieee") * scale)
-    tl.store(out_ptr + (n * heads + head) * E + column, out.to(k.dtype))
-
-    tl.store(u_cache, tl.broadcast_to(u_row[None, :], (J, BLOCK)), mask=own_lane[:, None])
-    tl.store(v_cache, tl.broadcast_to(v_row[None, :], (J, BLOCK)), mask=own_lane[:, None])
-    if part == 0:
-        tl.store(inverse_cache_ptr + i * J + lane, inverse)
-        tl.store(beta_cache_ptr + held * J + i, beta_row)
-        tl.store(decay_cache_ptr + held * J + i, total)
-        if head % REPEAT == 0:
-            tl.store(k_cache_ptr + i * K + key, k_row)
+    q_ptr, k_ptr = q_ptr + n * q_stride + head // REPEAT * K, k_ptr + n * k_stride + head // REPEAT * K
+    v_ptr += n * v_stride + head * E
+    key, column = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    # these loads wait for nothing
+    k_new, v_new = tl.load(k_ptr + key), tl.load(v_ptr + column)
+    log_decay, beta_new = tl.load(log_decay_ptr + n * heads + head), tl.load(beta_ptr + n * heads + head)
+    i, slot = tl.load(positions_ptr + n).to(tl.int32) & (J - 1), tl.load(slot_ptr + n)
+    tl.store(v_cache_ptr + ((slot * heads + head) * J + i) * E + column, v_new)
+    if (part == 0) & (head % REPEAT == 0):
+        tl.store(k_cache_ptr + ((slot * (heads // REPEAT) + head // REPEAT) * J + i) * K + key, k_new)
+    operands = (i, slot, log_decay, beta_new, q_ptr, k_ptr, v_ptr, image_ptr, k_cache_ptr, v_cache_ptr, u_cache_ptr, beta_cache_ptr,
+                decay_cache_ptr, inverse_cache_ptr, out_ptr, heads, scale)  # fmt: skip
+    if i < 16:
+        _replay(*operands, REPEAT, K, E, BLOCK, ROWS, STAGES, 16)
+    elif i < 32:
+        _replay(*operands, REPEAT, K, E, BLOCK, ROWS, STAGES, 32)
+    else:
+        _replay(*operands, REPEAT, K, E, BLOCK, ROWS, STAGES, J)
     if i == J - 1:
-        tl.debug_barrier()  # u is read back in narrow blocks, its last row from this launch
-        leave = tl.trans((k.to(tl.float32) * fade[:, None]).to(k.dtype))
-        for first in range(0, BLOCK, NARROW):
-            narrow = part * BLOCK + first + tl.arange(0, NARROW)
-            news = tl.load(u_cache_ptr + held * J * E + lane[:, None] * E + narrow[None, :])
-            place = held * K * E + key[:, None] * E + narrow[None, :]
-            added = tl.dot(leave, news, input_precision="ieee")
-            closing = tl.exp(total) + tl.zeros((K, NARROW), dtype=tl.float32)
-            closed = tl.fma(closing, tl.load(start_ptr + place), added)
-            tl.store(start_ptr + place, closed)
-            tl.store(image_ptr + place, closed.to(k.dtype))
+        _close(slot, k_ptr, log_decay, start_ptr, image_ptr, k_cache_ptr, u_cache_ptr, decay_cache_ptr, heads, REPEAT, K, E, BLOCK,
+               NARROW)  # fmt: skip
 
 
 def gated_delta(
@@ -395,14 +420,13 @@ def _by_chunks(
 def _by_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     q, k, v = (_heads_contiguous(t) for t in (q, k, v))
     (count, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
-    wanted, warps = (32, 4) if count * heads <= 64 else (64, 4) if count * heads <= 256 else (128, 8)
-    block = min(value_dim, wanted)
-    scratch = torch.empty(count, heads, value_dim // block, CHUNK, dtype=torch.float32, device=q.device)
-    out = v.new_empty(v.shape)
+    wanted, warps, stages, registers = next(shape for most, *shape in STEP_SHAPES if count * heads <= most)
+    block, out = min(value_dim, wanted), v.new_empty(v.shape)
     _step[(count, heads, value_dim // block)](
         q, k, v, log_decay.contiguous(), beta.contiguous(), rows.positions_R, state.slot_N, state.start_SVKE, state.image_SVKE,
-        state.k_SHJK, state.v_SVJE, state.u_SVJE, state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, scratch, out,
+        state.k_SHJK, state.v_SVJE, state.u_SVJE, state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ, out,
         q.stride(0), k.stride(0), v.stride(0), heads, key_dim**-0.5, REPEAT=heads // key_heads, K=key_dim, E=value_dim,
-        BLOCK=block, NARROW=min(block, CLOSE_COLUMNS), num_warps=warps, num_stages=1, **EXACT,
+        BLOCK=block, NARROW=min(block, CLOSE_COLUMNS), ROWS=STEP_ROWS, STAGES=stages, num_warps=warps, num_stages=1,
+        maxnreg=registers, **EXACT,
     )  # fmt: skip
     return out
