@@ -6,10 +6,11 @@ Where SGLang is not installed its objects are stand-ins with the fields that the
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
-from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
+from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.sglang_plugin import FILTERED, client, fingerprint, memory, names, options, record, register, requests, seed_of
 from zoo.sglang_plugin.columns import HostColumn, joined
 from zoo.sglang_plugin.scores import prompt_scores, scored_rows
@@ -161,6 +162,54 @@ def test_control_without_tails_the_dirt_stays(serving: Qwen3ForServing) -> None:
     assert buffers[0][0].view(-1, PAGE, *shape[1:])[4].isnan().any()
 
 
+def dirty_pool(serving: Qwen3ForServing, pages: int) -> memory.KeyValuePool:
+    c = serving.config
+    shape = (pages * PAGE, c.kv_heads, c.head_dim)
+    return memory.KeyValuePool(
+        *([torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(c.layers)] for _ in range(2)), PAGE, torch.bfloat16
+    )
+
+
+def test_padded_prefills_of_a_dirty_pool_leave_every_byte(serving: Qwen3ForServing) -> None:
+    """The same prefills eagerly and padded, page 0 dirty too; what no captured prefill serves is left to the eager one."""
+    held = {3: list(range(40, 10, -2)), 5: [4, 9, 2], 1: list(range(41, 11, -2))}
+    made = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
+    plain, padded = dirty_pool(serving, 50), dirty_pool(serving, 50)
+    prefills = memory.PrefillSteps(made, 256, 100, "cpu")
+    assert list(prefills.steps) == [64]
+
+    def run(ids: Tensor, step: memory.Step, pool: memory.KeyValuePool) -> Tensor:
+        step.rows.launch.clear()
+        return serving.hidden_rows(ids, step.rows, pool.during(step), step.table_NB)
+
+    static = prefills.steps[64]
+    prefills.replays = {64: lambda: run(static.padded.ids_R, static.step, padded)}
+    before = {3: 0, 5: 0, 1: 0}
+    for counts in ({3: 13, 1: 20}, {3: 51, 5: 2}, {1: 64}, {5: 15, 3: 1, 1: 3}, {3: 40, 1: 33}):
+        requests, contexts = list(counts), [before[r] for r in counts]
+        before |= {r: before[r] + n for r, n in counts.items()}
+        rows = Rows.pushed(list(counts.values()), contexts, "cpu")
+        slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
+        step = made.extend(
+            torch.tensor(requests), rows.lengths_N, rows.positions_R, slots, torch.tensor(list(counts.values())),
+            torch.tensor(contexts), list(counts.values()), contexts,
+        )  # fmt: skip
+        ids = torch.randint(0, serving.config.vocabulary, (rows.count,))
+        wanted, found = run(ids, step, plain), prefills.push(ids, step)
+        assert (found is None) == (rows.count > 64)
+        if found is None:
+            found = run(ids, step, padded)
+        assert wanted.isfinite().all() and torch.equal(found.view(torch.int16), wanted.view(torch.int16)), counts
+        for mine, theirs in zip(padded.k_pages + padded.v_pages, plain.k_pages + plain.v_pages, strict=True):
+            assert torch.equal(mine[1:].view(torch.int16), theirs[1:].view(torch.int16)), counts
+            assert mine[0].isfinite().all()
+    # control: padding that does not clean its page
+    unclean = memory.PaddedStep(made, 64, 256, "cpu")
+    unclean.step.tail_R.zero_()
+    run(unclean.padded.ids_R, unclean.step, pool := dirty_pool(serving, 50))
+    assert pool.k_pages[0][0].isnan().any()
+
+
 @pytest.mark.parametrize(
     ("context", "segment", "lengths"),
     [
@@ -267,7 +316,7 @@ def test_stand_in_a_model_of_another_family_is_refused() -> None:
 
 def test_stand_in_graphs_that_the_plugin_does_not_capture_are_refused() -> None:
     graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="breakable"), decode=types.SimpleNamespace(backend="full"))
-    with pytest.raises(ValueError, match="prefill without CUDA graphs, not breakable"):
+    with pytest.raises(ValueError, match="prefill without SGLang's CUDA graphs, not breakable"):
         options.check(arguments(sampling_backend="zoo", cuda_graph_config=graphs))
 
 
@@ -455,6 +504,114 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     context.get_server_args = lambda: other  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     assert page.after_sampling_info("kept", dict, None, 8) == "kept"
+
+
+class DecodeRunner:
+    """Stands for SGLang's runner of decode graphs with its full backend: a replay runs the captured function again."""
+
+    def __init__(self, model: Any, backend: Any, args: Any) -> None:
+        self.model_runner, self.attn_backend = types.SimpleNamespace(model=model, server_args=args), backend
+        self.backend, self.kept, self.order = self, {}, []
+        self._capture_one_stream()
+
+    def _capture_one_stream(self, stream_idx: int | None = None) -> None:
+        self.order.append("decode")
+
+    def _make_graph_key(self, size: int, stream_idx: int | None = None, variant_label: str | None = None) -> tuple[Any, ...]:
+        return size, stream_idx, variant_label
+
+    def capture_one(self, key: Any, run: Callable[[], Tensor]) -> None:
+        self.order.append(key)
+        self.kept[key] = run, run()
+
+    def replay(self, key: Any, batch: Any) -> Tensor:
+        run, out = self.kept[key]
+        return out.copy_(run())
+
+
+@pytest.fixture
+def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """The plugin's pages that only a scheduler imports, over stand-ins of what they take from SGLang."""
+    found = types.SimpleNamespace(backend=None, capturer=None)
+    taken: dict[str, dict[str, Any]] = {
+        "layers.attention.base_attn_backend": {"AttentionBackend": object},
+        "layers.logits_processor": {"LogitsProcessorOutput": types.SimpleNamespace},
+        "model_executor.forward_context": {"get_attn_backend": lambda: found.backend},
+        "model_executor.runner.decode_cuda_graph_runner": {"DecodeCudaGraphRunner": DecodeRunner},
+        "runtime_context": {"get_server_args": None},
+        "state_capturer.routed_experts": {"get_global_experts_capturer": lambda: found.capturer},
+    }
+    for name, values in taken.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", types.SimpleNamespace(**values))  # type: ignore[arg-type]
+    ours = [f"zoo.sglang_plugin.{name}" for name in ("backend", "served", "graphs")]
+    before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
+    try:
+        found.backend_page, found.served, found.graphs = (importlib.import_module(name) for name in ours)
+        yield found
+    finally:
+        for name in ours:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+class Capturer:
+    """Stands for SGLang's keeper of routed experts: [rows, layers, chosen] on the device."""
+
+    def __init__(self, rows: int, layers: int, chosen: int) -> None:
+        self.device_cache = types.SimpleNamespace(buffer=torch.full((rows, layers, chosen), -1, dtype=torch.int32))
+
+    def capture(self, layer: int, ids: Tensor) -> None:
+        self.device_cache.buffer[: ids.shape[0], layer] = ids
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "captured"),
+    [({}, 512, [256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
+     ({"disable_prefill_cuda_graph": True}, 512, [])],
+)  # fmt: skip
+def test_stand_in_prefill_graphs_in_the_decode_runner(
+    scheduler_pages: types.SimpleNamespace, changed: dict[str, Any], rows: int, captured: list[int]
+) -> None:
+    """Captured after decode's, the large first; a prefill that fits replays and its routed experts arrive; others run eagerly."""
+    zoo = Qwen3ForServing.from_config(MOE_SIZES["tiny"], seed=3, device="cpu")
+    c = zoo.config
+    args = types.SimpleNamespace(**({"disable_prefill_cuda_graph": False, "chunked_prefill_size": 8192} | changed))
+    model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
+    torch.nn.Module.__init__(model)
+    model.zoo, model._checked, model._returns_experts = zoo, True, True
+    held = {3: list(range(40, 10, -2)), 1: list(range(41, 11, -2))}
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.builder = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
+    backend.context, backend.device, backend.prefills, backend.pool = 256, "cpu", None, dirty_pool(zoo, 50)
+    scheduler_pages.backend, scheduler_pages.capturer = backend, Capturer(rows, c.layers, c.experts_per_token)
+    runner = scheduler_pages.graphs.BoundedGraphRunner(model, backend, args)
+    assert runner.order == ["decode", *[(count, None, "prefill") for count in captured]]
+
+    mode = types.SimpleNamespace(is_decode_or_idle=lambda: False)
+    batch = types.SimpleNamespace(forward_mode=mode, return_logprob=False)
+    before = {3: 0, 1: 0}
+    replayed = []
+    for counts in ({3: 60}, {3: 3, 1: 20}, {1: 70}):
+        requests, contexts = list(counts), [before[r] for r in counts]
+        before |= {r: before[r] + n for r, n in counts.items()}
+        live = Rows.pushed(list(counts.values()), contexts, "cpu")
+        slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
+        ids = torch.randint(0, c.vocabulary, (live.count,))
+        seen = []
+        for eager in (True, False):
+            backend.forward_metadata = backend.builder.extend(
+                torch.tensor(requests), live.lengths_N, live.positions_R, slots, torch.tensor(list(counts.values())),
+                torch.tensor(contexts), list(counts.values()), contexts,
+            )  # fmt: skip
+            scheduler_pages.capturer.device_cache.buffer.fill_(-1)
+            kept, backend.prefills = backend.prefills, None if eager else backend.prefills
+            logits = model.forward(ids, live.positions_R, batch).next_token_logits
+            backend.prefills = kept
+            seen.append((logits, scheduler_pages.capturer.device_cache.buffer[: live.count].clone()))
+        assert seen[0][1].ge(0).all() and all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), counts
+        replayed.append(scheduler_pages.capturer.device_cache.buffer[live.count :].ge(0).any())
+    # padded rows leave their experts behind the live ones, where nobody reads
+    assert replayed == [64 in captured, 64 in captured, 128 in captured]
 
 
 @pytest.mark.slow
