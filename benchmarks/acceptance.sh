@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
-# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders and proofs, in which nothing is timed. The others have the
+# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders, live and proofs, in which nothing is timed. The others have the
 # GPU alone: dense, speed, speed35, speed_moe, long, train, moe35, moe, qwen35, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
 # sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
 # machine share what was compiled.
 set -uo pipefail
 py=${1:?a python} out=${2:?a folder} limit=${3:?seconds}
 shift 3
-cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || { echo "no stage is named" >&2; exit 2; }
+[[ $py != */* || $py == /* ]] || py=$PWD/$py
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/.."
 work=$(mktemp -d) summary=$out/summary.txt rows=$out/rows.jsonl
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
@@ -21,9 +23,10 @@ export PYTHONPATH=$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 # a checkout that is not installed has no entry point for SGLang to find
 if ! "$py" -c 'import importlib.metadata as m; m.distribution("aligned-zoo")' 2>/dev/null; then
-  info=$work/site/aligned_zoo-0.1.0.dist-info
+  version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+  info=$work/site/aligned_zoo-$version.dist-info
   mkdir -p "$info"
-  printf 'Metadata-Version: 2.1\nName: aligned-zoo\nVersion: 0.1.0\n' > "$info/METADATA"
+  printf 'Metadata-Version: 2.1\nName: aligned-zoo\nVersion: %s\n' "$version" > "$info/METADATA"
   printf '[sglang.srt.plugins]\nzoo = zoo.sglang_plugin:register\n' > "$info/entry_points.txt"
 fi
 
@@ -53,12 +56,15 @@ stage() {
   done
 }
 
-# ladder NAME SECONDS ARCHITECTURE...: rung 3; its JSON is replaced row by row
-ladder() {
-  local name=$1 most=$2
-  shift 2
-  job "$name" "$most" "$py" -m zoo.verify "$@" --device cuda --rungs 3 --json "$work/$name.json"
+# climb NAME SECONDS RUNGS ARCHITECTURE...: its JSON is replaced row by row
+climb() {
+  local name=$1 most=$2 rungs=$3
+  shift 3
+  job "$name" "$most" "$py" -m zoo.verify "$@" --device cuda --rungs "$rungs" --json "$work/$name.json"
 }
+
+# ladder NAME SECONDS ARCHITECTURE...: rung 3
+ladder() { climb "$1" "$2" 3 "${@:3}"; }
 
 # every finished or partial ladder as one JSON line each
 ladders() {
@@ -144,8 +150,8 @@ stage_attention() {
 # the other GPU tests, a process per test function
 stage_tests() {
   local function name
-  "$py" -m pytest --collect-only -q -m gpu -p no:cacheprovider tests > "$work/collected" 2>&1
-  for function in $(grep -o '^tests/[^[ ]*::[A-Za-z_0-9:]*' "$work/collected" | sort -u | grep -v 'test_laws.py::test_law$'); do
+  job collect 90 "$py" -m pytest --collect-only -q -m gpu -p no:cacheprovider tests || tail -n 5 "$work/collect.log"
+  for function in $(grep -o '^tests/[^[ ]*::[A-Za-z_0-9:]*' "$work/collect.log" | sort -u | grep -v 'test_laws.py::test_law$'); do
     name=${function##*/}
     tested "${name//[.:]/_}" "$function" &
     in_turns 4
@@ -177,19 +183,29 @@ stage_ladders() {
   ladders
 }
 
+# the embedded engine samples, another process scores; then again after optimizer steps
+stage_live() {
+  climb ladder_live_dense 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 &
+  climb ladder_live_moe35 200 4,5 qwen3_5_moe --size 35b-a3b --layers 4 --lengths 130,600 &
+  wait
+  stage "the embedded engine, live" 12 ladder_live_dense ladder_live_moe35
+  ladders
+}
+
 # engines idle while trainers score: the GPU holds all of these models
 stage_proofs() {
   proof() {
     local name=$1
     shift
-    job "$name" 420 "$py" -m benchmarks.sglang_proof "$@" --out "$rows"
+    job "$name" 420 "$py" -m benchmarks.sglang_proof "$@" --folder "$work/$name" --out "$rows"
+    rm -rf "$work/$name"
   }
   proof proof_dense qwen3 --size 8b &
   proof proof_moe35 qwen3_5_moe --size 35b-a3b --layers 8 --no-http &
   proof proof_qwen35 qwen3_5 --size 4b --no-http
   proof proof_moe qwen3_moe --size 30b-a3b --layers 8 --no-http
   wait
-  stage "stock SGLang against the trainer" 9 proof_dense proof_moe proof_moe35 proof_qwen35
+  stage "stock SGLang against the trainer" 24 proof_dense proof_moe proof_moe35 proof_qwen35
 }
 
 shared=(--documents 4 --length 4096 --contexts 600 --out "$rows")
@@ -198,14 +214,14 @@ stage_dense() {
   for batch in 1 8 64; do warm "warm_dense$batch" "$batch" qwen3 --size 8b & done
   wait
   job dense 120 "$py" -m benchmarks.models qwen3 --size 8b --what decode,score --ablate --profile --budget 110 "${shared[@]}"
-  stage "Qwen3-8B: decode, score" 12 warm_dense1 dense
+  stage "Qwen3-8B: decode, score" 12 warm_dense1 warm_dense8 warm_dense64 dense
 }
 
 # speed NAME SECONDS ARCHITECTURE...: SGLang as it comes, deterministic, and with the plugin
 speed() {
   local name=$1 most=$2
   shift 2
-  job "$name" "$most" "$py" -m benchmarks.sglang "$@" --profile --budget "$((most - 10))" --logs "$work/engines_$name" --out "$rows"
+  job "$name" "$most" "$py" -m benchmarks.sglang "$@" --profile --budget "$((most - 10))" --logs "$out/engines" --out "$rows"
   stage "SGLang, $*: tokens/s" 14 "$name"
 }
 
@@ -264,4 +280,7 @@ for wanted in "$@"; do
 done
 wait
 said "== done, $SECONDS s"
-! grep -qv ' status 0 ' "$work/statuses"
+[ -s "$work/statuses" ] && ! grep -qv ' status 0 ' "$work/statuses"
+status=$?
+rm -rf "$work"
+exit $status

@@ -1,4 +1,4 @@
-"""Measurements that freeze DECISIONS (DESIGN.md section 4), for one H200.
+"""Measurements that freeze DECISIONS (zoo/common/program.py), for one H200.
 
   python benchmarks/decisions.py            all sections: parallel compile pass, then each section alone in a process
   python benchmarks/decisions.py A1 D       only these   (A1 decode, A2 training forward, A3 backward, A4 head dim 256, B, C, D, E, F)

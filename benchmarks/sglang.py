@@ -12,6 +12,7 @@ A row is written the moment it is measured; a rival's row carries the zoo's spee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -335,6 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         loads = parse_loads(given.loads)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("sglang") is None:
+        print("sglang is not installed: pip install 'aligned-zoo[sglang]' on a machine with a CUDA GPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         return _run(given, config, loads, Path(folder), say)

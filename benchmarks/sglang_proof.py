@@ -2,10 +2,12 @@
 
     python -m benchmarks.sglang_proof qwen3 --size 8b [--layers N] [--no-http] [--out rows.jsonl]
 
-Four processes one after another: random weights of realistic scale as a published checkpoint; `sglang.Engine` with too few pages for
-its requests (chunked prefill, retraction), asked again (cache hits), then again after a weight update; the HTTP server with a client's
-concurrent calls; the trainer on the recorded token ids. Compared: output log-probabilities after temperature alone and after the
-filters, prompt log-probabilities, and routed experts. Exit status 1 if a byte differs or a phase is missing.
+Processes one after another: random weights of realistic scale as a published checkpoint; `sglang.Engine` with too few pages for its
+requests (chunked prefill, retraction), asked again (cache hits), updated by tensors, paused in the middle, updated from disk and by a
+process group; the trainer on the recorded token ids; the HTTP server with a client's concurrent calls, its memory released and
+resumed; the trainer on those. Compared: output log-probabilities after temperature alone and after the filters, prompt
+log-probabilities, routed experts and their weights. A phase that fails is a row with its error, and the others go on. Exit status 1 if
+a byte differs or a phase is missing.
 """
 
 from __future__ import annotations
@@ -13,15 +15,10 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import random
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,184 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import Recorder, about, geometry, table
+from benchmarks import sglang_phases as phases
+from benchmarks.common import Recorder, about, first_line, table
+from benchmarks.sglang_phases import Model, say
 from zoo.verify.subject import SIZES
 
-KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.3, "min_p": 0.05},
-    {"temperature": 0.9, "top_k": 20},
-    {"temperature": 1.0, "top_p": 0.8, "sampling_seed": 11},
-    {"temperature": 0.6, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 0.3, "top_p": 0.37},
-)
-SHORT, LONG = (1, 7, 63, 127, 128, 129, 255, 300, 511, 640, 777), (1990, 2040, 2300, 4200)
-CONTEXT = 6144
-SQUEEZE = 0.45  # of the pages that all requests need at once: the others are retracted or wait
-HTTP_REQUESTS = 16
 TOGETHER = 8  # records scored in one packed batch
-SEEDS = (1, 2)  # of the weights served first, and of those pushed later
-STEPS = ("make", "engine", "http", "score")
-Request = tuple[list[int], dict[str, Any]]
-
-
-def requests(count: int, tokens: int, vocabulary: int, hybrid: bool) -> list[Request]:
-    """(prompt, sampling parameters): mixed lengths, greedy and every filter; some of a hybrid model's may stop early."""
-    draw = random.Random(5)
-    out = []
-    for i in range(count):
-        length = draw.choice(LONG if i % 16 == 3 else SHORT)
-        params = {**KINDS[i % len(KINDS)], "max_new_tokens": tokens, "ignore_eos": not hybrid}
-        out.append(([draw.randrange(vocabulary) for _ in range(length)], params))
-    return out
-
-
-@dataclass
-class Model:
-    """The model that is proven, as the steps need it."""
-
-    arch: str
-    size: str
-    layers: int | None
-    config: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.config, self.trainer, self.server = geometry(self.arch, self.size, self.layers)
-        self.hybrid = "full" in vars(self.config)
-        if self.hybrid:
-            self.config = _wrapped(self.config)
-        self.page = 80 if self.config.head_dim > 128 else 128
-
-    def update(self) -> list[tuple[str, Tensor]]:
-        """Other weights for the first layers: published names."""
-        few = 4 if self.hybrid else 1
-        small = geometry(self.arch, self.size, few)[0]
-        made = self.server.from_config(_wrapped(small) if self.hybrid else small, seed=SEEDS[1], device="cuda")
-        parameters = dict(made.named_parameters())
-        pieces = [(entry, piece) for entry, piece in made.table_of().pieces() if not entry.optional_alias]
-        return [(p.published, p.of(parameters[e.ours]).clone()) for e, p in pieces if "embed" not in p.published]
-
-
-def _wrapped(config: Any) -> Any:
-    """A text model under its published vision-language config.json and names."""
-    kind = config.model_type
-    published = {
-        "model_type": kind,
-        "architectures": [f"Qwen3_5{'Moe' if config.experts else ''}ForConditionalGeneration"],
-        "text_config": replace(config, published={}, wrapped=False).to_hf(),
-        "vision_config": {"model_type": kind, "depth": 1},
-        "image_token_id": 5,
-        "video_token_id": 6,
-        "tie_word_embeddings": config.tied,
-    }
-    return replace(config, wrapped=True, published=published)
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+# in this order: what the engine left is scored before the server starts
+STEPS = ("make", "engine", "score", "http", "score-http")
 
 
 def make(model: Model, folder: Path) -> None:
-    model.server.from_config(model.config, seed=SEEDS[0], device="cuda").save_pretrained(folder / "weights")
-
-
-def _keep(folder: Path, phase: str, asked: list[Request], answers: list[Any], fingerprint: Any, updated: bool) -> None:
-    """Appends a phase's records; a run that dies later keeps them."""
-    from zoo.sglang_plugin import record
-
-    with (folder / "records.jsonl").open("a") as file:
-        for (ids, params), answer in zip(asked, answers, strict=True):
-            meta = answer["meta_info"]
-            line = {"phase": phase, "updated": updated, "record": record(answer, ids, params, fingerprint).to_dict()}
-            line |= {"cached": meta["cached_tokens"], "retracted": meta["num_retractions"], "experts": meta.get("routed_experts")}
-            file.write(json.dumps(line) + "\n")
-    say(f"{phase}: {len(answers)} requests, weights {fingerprint.weights[:8]}")
-
-
-def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
-    """`sglang.Engine` in this process: fresh with prompt log-probabilities, from the cache, and after a weight update."""
-    import sglang
-
-    from zoo.sglang_plugin import fingerprint
-
-    asked = requests(count, tokens, model.config.vocabulary, model.hybrid)
-    prompts, params = [ids for ids, _ in asked], [p for _, p in asked]
-    page = model.page
-    needed = sum(-(-(len(ids) + tokens) // page) * page for ids in prompts)
-    server = sglang.Engine(
-        model_path=str(folder / "weights"),
-        attention_backend="zoo",
-        skip_tokenizer_init=True,
-        chunked_prefill_size=560 if page == 80 else 512,
-        context_length=CONTEXT,
-        max_running_requests=count,
-        schedule_conservativeness=0.05,
-        max_total_tokens=max(int(needed * SQUEEZE) // page * page, 8192),
-        cuda_graph_bs_decode=[1, 8, 32, 64],
-        mem_fraction_static=0.85,
-        enable_return_routed_experts=bool(model.config.experts),
-        log_level="warning",
-    )
-    say("engine up")
-    more: dict[str, Any] = {"return_logprob": True, **({"return_routed_experts": True} if model.config.experts else {})}
-
-    def generate(**also: Any) -> list[Any]:
-        return list(server.generate(input_ids=prompts, sampling_params=params, **more, **also))
-
-    _keep(folder, "fresh, prompts too", asked, generate(logprob_start_len=0), fingerprint(server), False)
-    _keep(folder, "from the cache", asked, generate(), fingerprint(server), False)
-    server.update_weights_from_tensor(model.update())
-    _keep(folder, "after an update", asked, generate(logprob_start_len=0), fingerprint(server), True)
-    server.shutdown()
-
-
-def http(model: Model, folder: Path, tokens: int) -> None:
-    """The HTTP server as a client calls it, many calls at once."""
-    from zoo.sglang_plugin import fingerprint
-
-    asked = requests(HTTP_REQUESTS, tokens, model.config.vocabulary, model.hybrid)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url, port = f"http://127.0.0.1:{free.getsockname()[1]}", str(free.getsockname()[1])
-    options = ["--model-path", str(folder / "weights"), "--attention-backend", "zoo", "--skip-tokenizer-init", "--port", port]
-    options += ["--context-length", str(CONTEXT), "--mem-fraction-static", "0.85", "--max-total-tokens", "65600", "--log-level", "warning"]
-    options += ["--cuda-graph-bs-decode", "1", "8", "32", "--skip-server-warmup"]
-
-    def post(request: Request) -> Any:
-        ids, params = request
-        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        sent = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(sent, timeout=120) as answer:
-            return json.load(answer)
-
-    with (folder / "http.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *options], stdout=log, stderr=log)
-    try:
-        while not _healthy(url):
-            if process.poll() is not None:
-                raise ValueError(f"the server ended: {(folder / 'http.log').read_text()[-1500:]}")
-            time.sleep(0.5)
-        say("server up")
-        with ThreadPoolExecutor(HTTP_REQUESTS) as pool:
-            answers = list(pool.map(post, asked))
-        _keep(folder, "over HTTP", asked, answers, fingerprint(url), False)
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2):
-            return True
-    except OSError:
-        return False
+    model.server.from_config(model.config, seed=phases.SEEDS[0], device=phases.DEVICE).save_pretrained(folder / "weights")
 
 
 @dataclass
@@ -229,23 +60,44 @@ class Count:
             self.first = f"{what}, {where}, byte {entry}"
 
 
-def score(model: Model, folder: Path) -> dict[str, tuple[Count, list[dict[str, Any]]]]:
-    """phase -> (counts, its records), by a trainer that loads the same files and, for the last phase, takes the same update."""
-    trainer = model.trainer.from_pretrained(folder / "weights", device="cuda")
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    phases = sorted(dict.fromkeys(line["phase"] for line in lines), key=lambda p: any(x["updated"] for x in lines if x["phase"] == p))
-    updated, found = False, {}
-    for phase in phases:
-        mine = [line for line in lines if line["phase"] == phase]
-        if mine[0]["updated"] and not updated:
-            trainer.load_weights(model.update())
-            updated = True
-        count = Count()
-        for first in range(0, len(mine), TOGETHER):
-            for what, trained, served, where in _compared(trainer, mine[first : first + TOGETHER], first):
-                count.add(what, trained, served, where)
-        found[phase] = (count, mine)
-    return found
+@dataclass
+class Phase:
+    """What a phase left and what came of it. notes: of the step that ran it, with its error if it failed."""
+
+    name: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    count: Count = field(default_factory=Count)
+
+
+def recorded(folder: Path, names: Sequence[str]) -> list[Phase]:
+    """Phases of these names, with their records and notes; one that left nothing is there too."""
+    found = {name: Phase(name) for name in names}
+    for file, add in (("records.jsonl", lambda p, line: p.lines.append(line)), ("phases.jsonl", lambda p, line: p.notes.update(line))):
+        for text in (folder / file).read_text().splitlines() if (folder / file).exists() else ():
+            line = json.loads(text)
+            if line["phase"] in found:
+                add(found[line["phase"]], line)
+    return list(found.values())
+
+
+def score(model: Model, folder: Path, wanted: dict[str, bool]) -> Iterator[Phase]:
+    """Compared phases as they are done, by a trainer that loads the same files and then takes the same update.
+
+    wanted: phase -> whether it was served by the weights pushed later.
+    """
+    trainer, updated = model.trainer.from_pretrained(folder / "weights", device=phases.DEVICE), False
+    for phase in sorted(recorded(folder, list(wanted)), key=lambda phase: wanted[phase.name]):
+        try:
+            if wanted[phase.name] and not updated:
+                trainer.load_weights(model.update())
+                updated = True
+            for first in range(0, len(phase.lines), TOGETHER):
+                for what, trained, served, where in _compared(trainer, phase.lines[first : first + TOGETHER], first):
+                    phase.count.add(what, trained, served, where)
+        except Exception as error:
+            phase.notes.setdefault("error", first_line(error))
+        yield phase
 
 
 @torch.no_grad()
@@ -260,11 +112,11 @@ def _compared(trainer: Any, lines: list[dict[str, Any]], first: int) -> Iterator
     device = next(trainer.parameters()).device
     ids = torch.tensor([token for d in documents for token in d], device=device)
     starts = torch.tensor([0, *(len(d) for d in documents)], device=device).cumsum(0)
-    chosen: list[Tensor] = []
+    routed: list[tuple[Tensor, Tensor]] = []
 
     def watch(contract: Any, seen: Any, result: Any) -> None:
         if contract.name == "route":
-            chosen.append(result[1].int().cpu())
+            routed.append((result[0].cpu(), result[1].int().cpu()))
 
     alone = [replace(r.sampling, top_k=0, top_p=1.0, min_p=0.0) for r in records]
     with ops.watch(watch):
@@ -278,32 +130,49 @@ def _compared(trainer: Any, lines: list[dict[str, Any]], first: int) -> Iterator
         yield "filtered", filtered[drawn], torch.tensor(record.filtered_log_probs), where
         if record.prompt_log_probs:
             yield "prompt", own[begin : begin + prompt - 1], torch.tensor(record.prompt_log_probs), where
-        if line["experts"] and chosen:
-            wanted = torch.stack([layer[begin : end - 1] for layer in chosen], 1)
-            served = torch.frombuffer(bytearray(base64.b64decode(line["experts"])), dtype=torch.int32)
-            yield "experts", wanted, served.view(wanted.shape), where
+        if routed:
+            weights, experts = (torch.stack([layer[i][begin : end - 1] for layer in routed], 1) for i in range(2))
+            yield "experts", experts, _unpacked(line["experts"], experts), where
+            yield "weights", weights, _unpacked(line["weights"], weights), where
 
 
-def report(found: dict[str, tuple[Count, list[dict[str, Any]]]], model: Model, expected: Sequence[str], record: Recorder) -> int:
-    """Prints and records a row per phase; 1 if a byte differs, nothing was compared or a phase is missing."""
-    body, bad = [], [phase for phase in expected if phase not in found]
-    for phase, (count, lines) in found.items():
+def _unpacked(text: str | None, like: Tensor) -> Tensor:
+    """What SGLang's API returned, in the shape of `like` if it has as many entries."""
+    flat = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=like.dtype) if text else like.new_empty(0)
+    return flat.view(like.shape) if flat.numel() == like.numel() else flat
+
+
+def report(found: Iterable[Phase], model: Model, record: Recorder) -> int:
+    """Records a row per phase as it comes and prints them; 1 if a byte differs, nothing was compared or a phase failed."""
+    body, bad = [], []
+    for phase in found:
+        count, lines = phase.count, phase.lines
         values = [value for line in lines for value in _distinct(line)]
         row = {
-            "kind": "sglang proof", "arch": model.arch, "size": model.size, "layers": model.config.layers, "phase": phase,
-            "requests": len(lines), "compared": count.compared, "differing_bytes": count.differing,
+            "kind": "sglang proof", "arch": model.arch, "size": model.size, "layers": model.config.layers, **phase.notes,
+            "phase": phase.name, "requests": len(lines), "compared": count.compared, "differing_bytes": count.differing,
             "cached_tokens": sum(line["cached"] for line in lines), "retractions": sum(line["retracted"] for line in lines),
-            "distinct_log_probs": len(set(values)), "first": count.first,
+            "distinct_log_probs": len(set(values)), "first": count.first, "providers": _providers(lines),
         }  # fmt: skip
         record.add(row)
         compared, differing = sum(count.compared.values()), sum(count.differing.values())
-        body.append([phase, len(lines), compared, differing, row["cached_tokens"], row["retractions"], row["distinct_log_probs"]])
-        if differing or not compared or len(set(values)) * 2 < len(values):
-            bad.append(phase)
-            print(f"{phase}: {count.first or 'nothing worth comparing'}", flush=True)
+        body.append([phase.name, len(lines), compared, differing, row["cached_tokens"], row["retractions"], row["distinct_log_probs"]])
+        if "error" in phase.notes or differing or not compared or len(set(values)) * 2 < len(values):
+            bad.append(phase.name)
+            print(f"{phase.name}: {phase.notes.get('error') or count.first or 'nothing worth comparing'}", flush=True)
     print(table(body, (f"{model.arch} {model.size}, phase", "requests", "compared", "differing", "cached", "retracted", "distinct")))
-    print("every phase equal" if not bad else f"NOT PROVEN: {', '.join(dict.fromkeys(bad))}", flush=True)
+    print("every phase equal" if not bad else f"NOT PROVEN: {', '.join(bad)}", flush=True)
     return 1 if bad else 0
+
+
+def _providers(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Which provider of the server ran each matrix product; all of them where records differ."""
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        for product, provider in line["record"]["fingerprint"]["realisation"].items():
+            if product.startswith(("linear ", "experts ")):
+                found.setdefault(product, set()).add(provider)
+    return {product: " and ".join(sorted(names)) for product, names in found.items()}
 
 
 def _distinct(line: dict[str, Any]) -> tuple[float, ...]:
@@ -341,32 +210,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.step == "make":
         make(model, given.folder)
     elif given.step == "engine":
-        engine(model, given.folder, given.requests, given.tokens)
+        phases.engine(model, given.folder, given.requests, given.tokens)
     elif given.step == "http":
-        http(model, given.folder, given.tokens)
+        phases.http(model, given.folder, given.tokens)
     else:
-        expected = ["fresh, prompts too", "from the cache", "after an update", *([] if given.no_http else ["over HTTP"])]
-        record = Recorder(given.out, about(torch.device("cuda"), smoke=False))
-        return report(score(model, given.folder), model, expected, record)
+        wanted = phases.ENGINE_PHASES if given.step == "score" else phases.SERVER_PHASES
+        record = Recorder(given.out, about(torch.device(phases.DEVICE), smoke=False))
+        return report(score(model, given.folder, wanted), model, record)
     return 0
 
 
 def _all(given: argparse.Namespace, folder: Path) -> int:
     """Every step in a process of its own, so that each finds the GPU empty. What was recorded is scored whatever came after it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "records.jsonl").unlink(missing_ok=True)
+    for name in ("records.jsonl", "phases.jsonl"):
+        (folder / name).unlink(missing_ok=True)
     shared = [given.arch, "--size", given.size, "--folder", str(folder), "--requests", str(given.requests), "--tokens", str(given.tokens)]
     shared += [] if given.layers is None else ["--layers", str(given.layers)]
-    shared += [*(["--no-http"] if given.no_http else []), *([] if given.out is None else ["--out", str(given.out)])]
-    status = 0
+    shared += [] if given.out is None else ["--out", str(given.out)]
+    worst = 0
     for step in STEPS:
-        if step == "http" and given.no_http:
+        if given.no_http and "http" in step:
             continue
         status = subprocess.run([sys.executable, "-m", "benchmarks.sglang_proof", *shared, "--step", step], check=False).returncode
         say(f"{step}: exit status {status}")
-        if status and (step == "make" or not (folder / "records.jsonl").exists()):
-            return 1
-    return status
+        worst = max(worst, abs(status))
+        if status and step == "make":
+            break
+    return min(worst, 1)
 
 
 if __name__ == "__main__":

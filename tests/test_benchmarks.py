@@ -190,7 +190,7 @@ def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.Capt
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    size = "--size tiny --layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
+    size = "--layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
     arguments = f"{size} --what ladder,decode,score"
     assert models.main(["qwen3", *arguments.split()]) == 0
     out = capsys.readouterr().out
@@ -541,3 +541,13 @@ def test_a_server_s_benchmark_refuses_what_there_is_not(capsys: pytest.CaptureFi
     assert sglang.main(["qwen3", "--size", "9b"]) == 2 and sglang.main(["qwen3", "--loads", "64"]) == 2
     assert sglang.main(["qwen3_5", "--size", "4b", "--layers", "2"]) == 2
     assert "full attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_without_sglang_nothing_starts(installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(sglang, "_run", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert sglang.main(["qwen3"]) == (0 if installed else 2) and len(started) == installed
+    said = capsys.readouterr().err
+    assert not said if installed else said.startswith("sglang is not installed: ") and said.count("\n") == 1

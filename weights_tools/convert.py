@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable
+from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite
 from zoo.common.registry import model_class
-from zoo.common.shards import DTYPES, fresh_folder, write_shards
+from zoo.common.shards import DTYPES, StoredTensor, fresh_folder, write_shards
 
 
 def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the checkpoint at `path` in the other naming; config, tokenizer and unused tensors go along unchanged.
 
-    ValueError for an unknown direction, a non-empty `out`, or tensors that are missing, unknown or wrong-shaped.
+    ValueError for an unknown direction, a non-empty `out`, or tensors that are missing, unknown, wrong-shaped or, where a model
+    would load them, NaN or infinite.
     """
     if to not in ("zoo", "hf"):
         raise ValueError(f"--to {to!r} is not one of zoo, hf")
@@ -32,6 +33,33 @@ def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: 
             _to_hf(source, table, folder, shard_bytes)
 
 
+def has_zoo_names(source: Checkpoint, table: WeightTable) -> bool:
+    """Whether the tensors are named as the zoo's parameters: more of their names are the zoo's alone than published ones alone."""
+    ours = {entry.ours for entry in table.entries}
+    theirs = {piece.published for entry in table.entries for layout in entry.layouts for piece in layout}
+    return sum(name in ours - theirs for name in source.tensors) > sum(name in theirs - ours for name in source.tensors)
+
+
+def match_zoo(source: Checkpoint, table: WeightTable) -> list[str]:
+    """The stored names that are no parameters: aliases and what is carried. ValueError unless the others are all parameters in the
+    zoo's naming, naming what is missing, unknown or wrong-shaped."""
+    stored, ours = source.tensors, {entry.ours for entry in table.entries}
+    missing = sorted(ours - set(stored))
+    aliases = {piece.published for entry in table.entries if entry.optional_alias for piece in entry.layouts[0]}
+    kept = [name for name in stored if name not in ours]
+    unknown = [name for name in kept if name not in aliases and not table.is_carried(name)]
+    if missing or unknown:
+        faults = f"{len(missing)} parameters missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}"
+        raise ValueError(f"{source.folder} is not in the zoo's naming: {faults}")
+    pieces: dict[str, list[Piece]] = {}
+    for entry, piece in table.pieces():
+        pieces.setdefault(entry.ours, []).append(piece)
+    for name, its in pieces.items():
+        if stored[name].shape != _shape(its):
+            raise ValueError(f"{source.folder}: {name} is {list(stored[name].shape)} where the config needs {list(_shape(its))}")
+    return kept
+
+
 def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: int) -> None:
     match, stored = source.match(table), source.tensors
     members: dict[str, list[str]] = {}
@@ -45,42 +73,37 @@ def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: i
 
     def read(name: str) -> Tensor:
         if name not in members:
-            return stored[name].read()
+            return stored[name].read() if table.is_carried(name) else finite(stored[name])
         shape, dtype = empty[name]
         out = torch.empty(shape, dtype=dtype)
         for published in members[name]:
-            match.places[published][1].of(out).copy_(stored[published].read())
+            match.places[published][1].of(out).copy_(finite(stored[published]))
         return out
 
     write_shards(folder, specs, read, shard_bytes)
 
 
 def _to_hf(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: int) -> None:
-    stored = source.tensors
+    stored, kept = source.tensors, match_zoo(source, table)
     places = {piece.published: (entry.ours, piece) for entry, piece in table.pieces()}
-    ours = {entry.ours for entry in table.entries}
-    missing = sorted(ours - set(stored))
-    aliases = {piece.published for entry in table.entries if entry.optional_alias for piece in entry.layouts[0]}
-    kept = [name for name in stored if name not in ours]
-    unknown = [name for name in kept if name not in aliases and not table.is_carried(name)]
-    if missing or unknown:
-        faults = f"{len(missing)} parameters missing {missing[:4]}, {len(unknown)} unknown {unknown[:4]}"
-        raise ValueError(f"{source.folder} is not in the zoo's naming: {faults}")
-    for name in ours:
-        shape = _shape([piece for owner, piece in places.values() if owner == name])
-        if stored[name].shape != shape:
-            raise ValueError(f"{source.folder}: {name} is {list(stored[name].shape)} where the config needs {list(shape)}")
     specs = [(name, DTYPES[stored[owner].dtype], piece.shape) for name, (owner, piece) in places.items()]
     specs += [(name, DTYPES[stored[name].dtype], stored[name].shape) for name in kept]
-    parameter = functools.lru_cache(maxsize=1)(lambda name: stored[name].read())  # pieces of one parameter follow each other
+    parameter = functools.lru_cache(maxsize=1)(lambda name: finite(stored[name]))  # pieces of one parameter follow each other
 
     def read(name: str) -> Tensor:
         if name not in places:
-            return stored[name].read()
+            return stored[name].read() if table.is_carried(name) else finite(stored[name])
         owner, piece = places[name]
         return piece.of(parameter(owner))
 
     write_shards(folder, specs, read, shard_bytes)
+
+
+def finite(stored: StoredTensor) -> Tensor:
+    """A tensor that a model would load. ValueError naming it if it holds a NaN or an infinity."""
+    tensor = stored.read()
+    check_finite(stored.name, tensor)
+    return tensor
 
 
 def _shape(pieces: list[Piece]) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from weights_tools.convert import finite, has_zoo_names, match_zoo
 from zoo.common.checkpoint import Checkpoint, WeightTable
 from zoo.common.fingerprint import content_hash
 from zoo.common.hashing import checksums
@@ -25,6 +27,9 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
         known = f"a checkpoint of {made.__name__}"
     except ValueError as error:
         table, known = None, f"not supported: {error}"
+    own = table is not None and has_zoo_names(source, table)
+    if own:
+        known += ", in the zoo's own names: `convert --to hf` makes one that loads"
 
     summary = Table(title=str(source.folder), show_header=False)
     summary.add_row("model_type", str(source.config.get("model_type")))
@@ -34,13 +39,17 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
         dtypes[tensor.dtype] += tensor.nbytes
     summary.add_row("tensors", f"{len(stored)}, " + ", ".join(f"{n} {_size(b)}" for n, b in dtypes.most_common()))
     summary.add_row("files", ", ".join(source.files))
+    fault = ""
+    hashed = ""
     if table is not None:
         try:
-            source.match(table)
+            match_zoo(source, table) if own else source.match(table)
+            hashed = _hash(source, table, own) if content else ""
         except ValueError as error:
-            summary.add_row("fault", str(error))
+            fault = str(error)
+            summary.add_row("fault", fault)
     if content and table is not None:
-        summary.add_row("content hash", _hash(source, table))
+        summary.add_row("content hash", "none: see fault" if fault else hashed)
     console.print(summary)
 
     config = Table("field", "value", title="config.json")
@@ -53,7 +62,7 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
         shards.add_row(shard.name, str(len(shard.tensors)), _size(sum(t.nbytes for t in shard.tensors)))
     console.print(shards)
 
-    use = _uses(table)
+    use = _uses(table, own)
     listing = Table(title="tensors")
     for heading in ("tensor", "dtype", "shape", "bytes", "used as"):
         listing.add_column(heading, overflow="fold")
@@ -69,9 +78,14 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def _uses(table: WeightTable | None) -> dict[str, str]:
+def _uses(table: WeightTable | None, own: bool) -> dict[str, str]:
     if table is None:
         return {}
+    if own:
+        made: dict[str, list[str]] = {}
+        for entry, piece in table.pieces():
+            made.setdefault(entry.ours, []).append(piece.published)
+        return {ours: names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") for ours, names in made.items()}
     return {
         piece.published: entry.ours
         + ("" if piece.expert is None else f"[{piece.expert}]")
@@ -82,14 +96,20 @@ def _uses(table: WeightTable | None) -> dict[str, str]:
     }
 
 
-def _hash(source: Checkpoint, table: WeightTable) -> str:
-    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout."""
+def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
+    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout.
+
+    ValueError for a NaN or an infinity in any tensor that is loaded."""
     stored = source.tensors
+    absent = [] if own else [piece.published for _, piece in table.pieces() if piece.published not in stored]
+    if absent:
+        for name in source.match(table).places:
+            finite(stored[name])
+        return f"none: {absent[0]} is not stored"
+    parameter = functools.lru_cache(maxsize=1)(lambda name: finite(stored[name]))  # pieces of one parameter follow each other
     parts = []
     for entry, piece in table.pieces():
-        if piece.published not in stored:
-            return f"none: {piece.published} is not stored"
-        tensor = stored[piece.published].read()
+        tensor = piece.of(parameter(entry.ours)) if own else finite(stored[piece.published])
         if table.is_fp32(entry.ours):
             tensor = tensor.to(torch.float32)
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))

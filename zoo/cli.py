@@ -59,10 +59,13 @@ def verify(
 @app.command("map")
 def operation_map(arch: Arch, checkpoint: Checkpoint = None, device: Device = None, json_file: Json = None) -> None:
     """Print every op call of a tiny model in order: dtypes, rounding, order of additions, byte class, provider, launches."""
+    from zoo.common.shards import check_file
     from zoo.verify import map as maps
+    from zoo.verify.run import device_of
     from zoo.verify.subject import build
 
-    subject = build(arch, checkpoint=checkpoint, device=device)
+    check_file("--json", json_file)
+    subject = build(arch, checkpoint=checkpoint, device=device_of(device))
     places = maps.operation_map(subject)
     maps.show(subject, places, _console())
     _write_json(json_file, maps.to_dict(subject, places))
@@ -88,8 +91,10 @@ def qualify(
 @app.command()
 def audit(json_file: Json = None) -> None:
     """Search the models and drivers for numbers made outside the ops. Exit status 1 if there are any."""
+    from zoo.common.shards import check_file
     from zoo.verify.audit import audit as scan
 
+    check_file("--json", json_file)
     files, found = scan()
     for finding in found:
         typer.echo(f"{finding.file}:{finding.line}: {finding.what}")

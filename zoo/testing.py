@@ -74,10 +74,12 @@ def _compare(left: list[tuple[str, Tensor]], right: list[tuple[str, Tensor]], wh
 
 
 def _kept(value: Any, law: str) -> list[tuple[str, Tensor]]:
-    """A result's tensors, copied: a kernel may hand out one buffer again and again. LawBroken if they hold no element."""
+    """A result's tensors, copied: a kernel may hand out one buffer again and again. LawBroken if they hold no element but NaN."""
     found = [(name, t.detach().clone()) for name, t in tensors(value)]
     if not any(t.numel() for _, t in found):
         raise LawBroken(f"{law}: the call returned no element, so nothing would be compared")
+    if all(bool(t.isnan().all()) for _, t in found):
+        raise LawBroken(f"{law}: the call returned NaN alone, so nothing worth comparing is left")
     return found
 
 

@@ -5,6 +5,7 @@ Where SGLang is not installed its objects are stand-ins with the fields that the
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import importlib
 import json
@@ -18,13 +19,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from zoo.common import ops
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
-from zoo.sglang_plugin import FILTERED, client, fingerprint, memory, names, options, record, register, requests, seed_of
-from zoo.sglang_plugin.columns import HostColumn, joined
+from zoo.sglang_plugin import (
+    EXACT,
+    FILTERED,
+    ROUTING_WEIGHTS,
+    client,
+    fingerprint,
+    memory,
+    names,
+    options,
+    record,
+    register,
+    requests,
+    routing,
+    seed_of,
+)  # fmt: skip
+from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
+from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined
 from zoo.sglang_plugin.scores import prompt_scores, scored_rows
 
 PAGE = 8
@@ -254,6 +271,7 @@ def arguments(**changed: Any) -> Any:
         "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
         "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
         "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
+        "enable_return_routed_experts": False,
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))
 
@@ -298,6 +316,7 @@ def test_stand_in_unaligned_only_warns_where_bytes_alone_suffer() -> None:
         ({"sampling_backend": "pytorch"}, "implies --sampling-backend zoo, not pytorch"),
         ({"cuda_graph_backend_prefill": "breakable"}, "implies --cuda-graph-backend-prefill disabled, not breakable"),
         ({"decode_attention_backend": "fa3"}, "not --decode_attention_backend fa3"),
+        ({"enable_return_routed_experts": True}, "needs a mixture of experts, qwen3 is dense"),
         ({"context_length": 50000}, "--context-length 50000 is longer than the model's position table of 40960"),
     ],
 )
@@ -418,6 +437,7 @@ def answered(**changed: Any) -> dict[str, Any]:
         "finish_reason": {"type": "length", "length": 2},
         "output_token_logprobs": [(-0.5, 9, None), (-0.25, 8, None)],
         FILTERED: [-0.125, 0.0],
+        EXACT: [True, True],
         "input_token_logprobs": [(None, 1, None), (-3.0, 2, None), (-4.0, 3, None)],
     }
     return {"output_ids": [9, 8], "meta_info": meta | changed}
@@ -436,6 +456,226 @@ def test_record_of_an_answer() -> None:
         record(answered(**{FILTERED: [0.0]}), [1, 2, 3], {}, PRINTED)
     with pytest.raises(ValueError, match="ask for them with return_logprob"):
         record({"meta_info": {"id": "x"}}, [1], {}, PRINTED)
+    for name in (FILTERED, EXACT):
+        other = answered()
+        del other["meta_info"][name]
+        with pytest.raises(ValueError, match=f"has no {name}: its server runs another backend, or a plugin of another version"):
+            record(other, [1, 2, 3], {}, PRINTED)
+    with pytest.raises(ValueError, match="weights changed under answer abc"):
+        record(answered(**{EXACT: [True, False]}), [1, 2, 3], {}, PRINTED)
+
+
+def test_exact_is_what_no_write_reached() -> None:
+    state = WeightsState()
+    before = ExactColumn(state)
+    assert before[0] and before[7]
+    state.written()
+    under = ExactColumn(state)
+    # a step that was launched before the write may still run when it comes
+    assert not before[0] and not under[0]
+    state.flushed = True
+    assert ExactColumn(state)[0] and not under[0]
+    later = ExactColumn(state)
+    state.written()
+    assert not later[0]
+
+
+def test_routing_of_a_request_is_the_trainers() -> None:
+    """Two requests of a mixture model through pages: one prefilled in two chunks and decoded, one from the other's first page."""
+    serving, trainer = (cls.from_config(MOE_SIZES["tiny"], seed=3, device="cpu") for cls in (Qwen3ForServing, Qwen3ForRL))
+    c = serving.config
+    shape = (12 * PAGE, c.kv_heads, c.head_dim)
+    buffers = [[torch.zeros(shape, dtype=torch.bfloat16) for _ in range(c.layers)] for _ in range(2)]
+    pool = memory.KeyValuePool(*buffers, PAGE, torch.bfloat16)
+    captured = RoutingCapturer(c.layers, c.experts_per_token, 16, 12 * PAGE, "cpu")
+    ids = torch.randint(0, c.vocabulary, (20,)).tolist()
+    table = request_table({3: [7, 2, 9], 1: [7, 4, 1]})
+    made = memory.StepBuilder(table, PAGE, SEGMENT, 128)
+    for place, context, count in ((3, 0, 10), (3, 10, 5), (3, 15, 1), (1, 8, 4)):
+        place_N, after = torch.tensor([place]), context + count
+        slots = table[place, context:after].long()
+        positions = torch.arange(context, after)
+        if count == 1:
+            step = made.decode(place_N, torch.tensor([after]), positions, slots, after)
+        else:
+            step = made.extend(
+                place_N, torch.tensor([after]), positions, slots, torch.tensor([count]), torch.tensor([context]), [count], [context]
+            )
+        routed: list[tuple[Tensor, Tensor]] = []
+        with ops.watch(lambda contract, seen, result, to=routed: contract.name == "route" and to.append(result)):  # type: ignore[misc]
+            serving.hidden_rows(torch.tensor(ids[context:after]), step.rows, pool.during(step), step.table_NB)
+        for layer, result in enumerate(routed):
+            captured.write(layer, *result)
+        taken = captured.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None, no_copy_to_cpu=True)
+        captured.entry_RLC.fill_(-1)  # the next forward writes before SGLang has copied
+        assert taken is not None
+        taken.map_device_tensors(lambda tensor: tensor)
+        taken.finalize()
+    wanted: list[tuple[Tensor, Tensor]] = []
+    with ops.watch(lambda contract, seen, result: contract.name == "route" and wanted.append(result)), torch.no_grad():
+        trainer.score(torch.tensor(ids), torch.tensor([0, 20]))
+    weights, experts = (torch.stack([layer[i] for layer in wanted], 1) for i in range(2))
+    for place, length, start in ((3, 16, 0), (3, 16, 12), (1, 12, 0)):
+        table_of = types.SimpleNamespace(req_to_token=table)
+        found = captured.get_topk(req_pool_idx=place, seqlen=length + 1, req_to_token_pool=table_of, start_len=start)
+        assert found.dtype == torch.int32 and torch.equal(found, experts[start:length].int())
+        assert torch.equal(captured.weights().view(torch.int32), weights[start:length].view(torch.int32))
+    # control: one bit of what was captured, of an expert and of a weight, is seen
+    slot, k = int(table[3, 5]), c.experts_per_token
+    for column in (0, k):
+        captured.host_SLC[slot, -1, column] ^= 1
+        found = captured.get_topk(req_pool_idx=3, seqlen=17, req_to_token_pool=table_of)
+        same = torch.equal(found, experts[:16].int()), torch.equal(captured.weights().view(torch.int32), weights[:16].view(torch.int32))
+        assert same == (column == k, column == 0)
+        captured.host_SLC[slot, -1, column] ^= 1
+    # without overlap the rows are on the host at once
+    captured.entry_RLC[:1] = 5
+    assert captured.on_forward_end(types.SimpleNamespace(out_cache_loc=torch.tensor([40])), False, None) is None
+    assert (captured.host_SLC[40] == 5).all() and not (captured.host_SLC[41] == 5).any()
+
+
+def server_of(monkeypatch: pytest.MonkeyPatch, capturer: Any, **args: Any) -> None:
+    """Stand-ins of SGLang's context of a process, and of its capturer."""
+    given = types.SimpleNamespace(**({"attention_backend": "zoo", "enable_return_routed_experts": True} | args))
+    context, state = types.ModuleType("sglang.srt.runtime_context"), types.ModuleType("sglang.srt.state_capturer.routed_experts")
+    context.get_server_args = lambda: given  # type: ignore[attr-defined]
+    context.get_schedule = lambda: given  # type: ignore[attr-defined]
+    state.get_global_experts_capturer = lambda: capturer  # type: ignore[attr-defined]
+    for module in (context, state):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_stand_in_routing_reaches_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = RoutingCapturer(2, 3, 8, 32, "cpu")
+    server_of(monkeypatch, captured)
+    weights = torch.rand(5, 2, 3)
+    captured.host_SLC[4:9, :, :3] = torch.arange(30, dtype=torch.int32).view(5, 2, 3)
+    captured.host_SLC[4:9, :, 3:] = weights.view(torch.int32)
+    table = types.SimpleNamespace(req_to_token=torch.arange(4, 12, dtype=torch.int32)[None])
+
+    def collect(processor: Any, req: Any) -> None:
+        req.routed_experts = captured.get_topk(req_pool_idx=0, seqlen=6, req_to_token_pool=table) if req.asks else None
+
+    def request(asks: bool) -> Any:
+        return types.SimpleNamespace(asks=asks, customized_info=None, output_ids_through_stop=[1, 2, 3])
+
+    finished, silent = request(True), request(False)
+    for each in (finished, silent):
+        around_collect(collect, None, each)
+    assert silent.customized_info is None and len(finished.customized_info[ROUTING_WEIGHTS]) == 3
+    text = base64.b64encode(finished.routed_experts.numpy().tobytes()).decode()
+    meta = json.loads(json.dumps({"routed_experts": text, ROUTING_WEIGHTS: finished.customized_info[ROUTING_WEIGHTS]}))
+    experts, back = routing({"meta_info": meta}, layers=2, top_k=3)
+    assert experts.flatten().tolist() == list(range(30)) and torch.equal(back.view(torch.int32), weights.view(torch.int32))
+    with pytest.raises(ValueError, match="120 bytes of experts and 120 of weights are not whole tokens of 2 x 4 x 4"):
+        routing({"meta_info": meta}, layers=2, top_k=4)
+    with pytest.raises(ValueError, match="ask with return_routed_experts=True"):
+        routing({"meta_info": {"id": "x"}}, layers=2, top_k=3)
+    server_of(monkeypatch, object())
+    with pytest.raises(RuntimeError, match="captured by object: the hook on RoutedExpertsCapturer.create is not active"):
+        around_collect(collect, None, finished)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(512, 512), (8, 64), (-1, 900 + 1000)])
+def test_stand_in_capturer_holds_the_largest_forward(monkeypatch: pytest.MonkeyPatch, chunk: int, rows: int) -> None:
+    server_of(monkeypatch, None, chunked_prefill_size=chunk, max_prefill_tokens=900)
+    config = types.SimpleNamespace(layers=2, experts_per_token=3)
+    given = {"model": types.SimpleNamespace(zoo=types.SimpleNamespace(config=config)), "num_tokens": 32, "max_running_requests": 64}
+    made = around_create(dict, model_config=types.SimpleNamespace(context_len=1000), device="cpu", **given)
+    assert made.entry_RLC.shape == (rows, 2, 6) and made.host_SLC.shape == (32, 2, 6)
+    server_of(monkeypatch, None, enable_return_routed_experts=False)
+    assert around_create(dict, **given) is None
+
+
+def test_padding_is_clean_after_memory_comes_back() -> None:
+    from importlib import import_module
+
+    buffers = [[torch.full((4 * PAGE, 2, 4), torch.nan, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
+    memory.KeyValuePool(*buffers, PAGE, torch.bfloat16).clear_padding()
+    for buffer in (*buffers[0], *buffers[1]):
+        assert buffer[:PAGE].eq(0).all() and buffer[PAGE:].isnan().all()
+    page, cleared = import_module("zoo.sglang_plugin.register"), []
+    runner = types.SimpleNamespace(
+        server_args=types.SimpleNamespace(attention_backend="zoo"),
+        attn_backend=types.SimpleNamespace(clear_padding=lambda: cleared.append(1)),
+    )
+    updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
+    for tags, count in ((["weights"], 0), (["kv_cache"], 1), (None, 2), ([], 3)):
+        page.after_resume(None, updater, types.SimpleNamespace(tags=tags))
+        assert len(cleared) == count
+
+
+def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[str, dict[str, Any]]) -> Any:
+    """A page of the plugin, imported over stand-ins of SGLang's modules and forgotten after the test, with those that it imports."""
+    from importlib import import_module
+
+    for path, fields in standing.items():
+        module = types.ModuleType(f"sglang.srt.{path}")
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for page in ("backend", "served"):
+        monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
+        del sys.modules[f"zoo.sglang_plugin.{page}"]
+    return import_module(f"zoo.sglang_plugin.{name}")
+
+
+def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model and hooks; SGLang's scheduler, updater and runner are stand-ins."""
+    from importlib import import_module
+
+    hooks = import_module("zoo.sglang_plugin.register")
+    serving.save_pretrained(tmp_path / "weights")
+    args = types.SimpleNamespace(
+        attention_backend="zoo", model_path=str(tmp_path / "weights"), revision=None, enable_return_routed_experts=False
+    )
+    page = over_stand_ins(
+        monkeypatch,
+        "served",
+        {
+            "layers.attention.base_attn_backend": {"AttentionBackend": object},
+            "layers.logits_processor": {"LogitsProcessorOutput": object},
+            "model_executor.forward_context": {"get_attn_backend": None},
+            "runtime_context": {"get_server_args": lambda: args, "get_schedule": lambda: args},
+        },
+    )
+    model = page.Served(None)
+    published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
+    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
+    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
+    scheduler = types.SimpleNamespace(server_args=args, tp_worker=worker)
+
+    def exact() -> bool:
+        return ExactColumn(model.weights)[0]
+
+    def release(*tags: str) -> None:
+        updater.offload_tags |= set(tags)
+        hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
+
+    model.load_weights(published)
+    assert exact() and model.fingerprint().weights == serving.fingerprint().weights
+    writes: dict[str, Callable[[], None]] = {
+        "load": lambda: model.load_weights(published[:2]),
+        "tensors": lambda: hooks.before_update(updater, None),
+        "release": lambda: release("weights"),
+    }
+    for name, write in writes.items():
+        launched, before = ExactColumn(model.weights), model.fingerprint().weights
+        parameter = next(model.parameters())
+        write()
+        assert not exact() and not launched[0], name
+        # through .data, as what a write leaves behind torch's back: its hash was forgotten
+        parameter.data.view(torch.int16)[0, 0] ^= 1
+        assert model.fingerprint().weights != before, name
+        assert hooks.after_flush(False, scheduler) is False and not exact(), name
+        assert hooks.after_flush(True, scheduler) is True and exact() and not launched[0], name
+    # the pages follow the weights, and SGLang flushes: nothing is exact by that
+    release("kv_cache")
+    assert not exact()
+    # control: pages alone are no write
+    updater.offload_tags.clear()
+    hooks.after_flush(True, scheduler)
+    release("kv_cache")
+    assert exact()
 
 
 def test_stand_in_fingerprint_of_an_engine() -> None:
@@ -465,7 +705,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, Any, str]] = []
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, hook, kind: found.append((target, hook, kind)))  # type: ignore[attr-defined]
-    registry.HookType = {"AROUND": "around", "AFTER": "after"}  # type: ignore[attr-defined]
+    registry.HookType = {"AROUND": "around", "AFTER": "after", "BEFORE": "before"}  # type: ignore[attr-defined]
     args = types.ModuleType("sglang.srt.server_args")
     args.ATTENTION_BACKEND_CHOICES, args.SAMPLING_BACKEND_CHOICES = ["fa3"], {"pytorch"}  # type: ignore[attr-defined]
     args.add_attention_backend_choices = args.ATTENTION_BACKEND_CHOICES.extend  # type: ignore[attr-defined]
@@ -500,9 +740,14 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
     assert page.after_release("kept", updater, None) == "kept"
+    assert page.after_resume("kept", updater, None) == "kept" and page.before_update(updater, None) is None
+    assert page.after_flush("kept", types.SimpleNamespace(server_args=other)) == "kept"
     context = types.ModuleType("sglang.srt.runtime_context")
     context.get_server_args = lambda: other  # type: ignore[attr-defined]
+    context.get_schedule = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    assert around_create(lambda **given: ("original", given), device="cuda") == ("original", {"device": "cuda"})
+    assert around_collect(lambda p, req: "kept", None, types.SimpleNamespace(routed_experts=1, customized_info=None)) == "kept"
     assert page.after_sampling_info("kept", dict, None, 8) == "kept"
 
 
@@ -554,16 +799,6 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
         sys.modules.update(before)
 
 
-class Capturer:
-    """Stands for SGLang's keeper of routed experts: [rows, layers, chosen] on the device."""
-
-    def __init__(self, rows: int, layers: int, chosen: int) -> None:
-        self.device_cache = types.SimpleNamespace(buffer=torch.full((rows, layers, chosen), -1, dtype=torch.int32))
-
-    def capture(self, layer: int, ids: Tensor) -> None:
-        self.device_cache.buffer[: ids.shape[0], layer] = ids
-
-
 @pytest.mark.parametrize(
     ("changed", "rows", "captured"),
     [({}, 512, [256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
@@ -572,18 +807,19 @@ class Capturer:
 def test_stand_in_prefill_graphs_in_the_decode_runner(
     scheduler_pages: types.SimpleNamespace, changed: dict[str, Any], rows: int, captured: list[int]
 ) -> None:
-    """Captured after decode's, the large first; a prefill that fits replays and its routed experts arrive; others run eagerly."""
+    """Captured after decode's, the large first; a prefill that fits replays and its routing arrives; others run eagerly."""
     zoo = Qwen3ForServing.from_config(MOE_SIZES["tiny"], seed=3, device="cpu")
     c = zoo.config
     args = types.SimpleNamespace(**({"disable_prefill_cuda_graph": False, "chunked_prefill_size": 8192} | changed))
     model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
     torch.nn.Module.__init__(model)
-    model.zoo, model._checked, model._returns_experts = zoo, True, True
+    model.zoo, model._checked, model._returns_routing = zoo, True, True
     held = {3: list(range(40, 10, -2)), 1: list(range(41, 11, -2))}
     backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
     backend.builder = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
     backend.context, backend.device, backend.prefills, backend.pool = 256, "cpu", None, dirty_pool(zoo, 50)
-    scheduler_pages.backend, scheduler_pages.capturer = backend, Capturer(rows, c.layers, c.experts_per_token)
+    capturer = RoutingCapturer(c.layers, c.experts_per_token, rows, 50 * PAGE, "cpu")
+    scheduler_pages.backend, scheduler_pages.capturer = backend, capturer
     runner = scheduler_pages.graphs.BoundedGraphRunner(model, backend, args)
     assert runner.order == ["decode", *[(count, None, "prefill") for count in captured]]
 
@@ -598,19 +834,29 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
         ids = torch.randint(0, c.vocabulary, (live.count,))
         seen = []
-        for eager in (True, False):
+        for eager, routing_on in ((True, True), (False, True), (False, False)):
             backend.forward_metadata = backend.builder.extend(
                 torch.tensor(requests), live.lengths_N, live.positions_R, slots, torch.tensor(list(counts.values())),
                 torch.tensor(contexts), list(counts.values()), contexts,
             )  # fmt: skip
-            scheduler_pages.capturer.device_cache.buffer.fill_(-1)
+            capturer.entry_RLC.fill_(-1)
+            capturer.host_SLC.fill_(-1)
             kept, backend.prefills = backend.prefills, None if eager else backend.prefills
+            model._returns_routing = routing_on
             logits = model.forward(ids, live.positions_R, batch).next_token_logits
             backend.prefills = kept
-            seen.append((logits, scheduler_pages.capturer.device_cache.buffer[: live.count].clone()))
-        assert seen[0][1].ge(0).all() and all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), counts
-        replayed.append(scheduler_pages.capturer.device_cache.buffer[live.count :].ge(0).any())
-    # padded rows leave their experts behind the live ones, where nobody reads
+            capturer.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None)
+            host = capturer.host_SLC.clone()
+            seen.append((logits, host[slots]))
+            host[slots] = -1
+            assert host.eq(-1).all()  # no other token's entry is touched
+            if not eager and routing_on:
+                replayed.append(capturer.entry_RLC[live.count :].ge(0).any())
+        eagerly, by_graph, unheard = seen
+        assert eagerly[1].ge(0).all() and all(torch.equal(a, b) for a, b in zip(eagerly, by_graph, strict=True)), counts
+        # control: a replay that does not write into the capturer is seen
+        assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
+    # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
 
 

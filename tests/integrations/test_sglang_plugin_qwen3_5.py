@@ -122,6 +122,45 @@ def twins(kind: str) -> tuple[Qwen35ForServing, Qwen35ForRL]:
     )
 
 
+def test_padding_is_clean_after_memory_comes_back() -> None:
+    server = Server(twins("dense")[0])
+    server.pool.clear_padding()
+    for pages in (*server.pool.pages.k_pages, *server.pool.pages.v_pages):
+        assert pages[0].eq(0).all() and pages[1:].isnan().all()
+    for pool in server.delta._all():
+        assert pool[:, 0].eq(0).all() and pool[:, 1:].isnan().all()
+
+
+def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import import_module
+
+    stock, name = types.ModuleType("sglang.srt.layers.attention.base_attn_backend"), "zoo.sglang_plugin.backend"
+    stock.AttentionBackend = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stock.__name__, stock)
+    monkeypatch.setitem(sys.modules, name, stock)  # the page over a stand-in is forgotten after the test
+    del sys.modules[name]
+    serving, _ = twins("dense")
+    server = Server(serving)
+    server.table.fill_(12345)
+    pages = server.pool.pages
+    runner = types.SimpleNamespace(
+        req_to_token_pool=types.SimpleNamespace(req_to_token=server.table),
+        token_to_kv_pool=types.SimpleNamespace(
+            kv_cache_layout="nhd", k_buffer=[t.flatten(0, 1) for t in pages.k_pages], v_buffer=[t.flatten(0, 1) for t in pages.v_pages]
+        ),
+        model=types.SimpleNamespace(
+            zoo=serving, pool=lambda made, requests: states.HybridPool(serving.config.full, made, server.delta, requests)
+        ),
+        model_config=types.SimpleNamespace(context_len=POSITIONS), page_size=PAGE, device="cpu",
+    )  # fmt: skip
+    import_module(name).PagedBackend(runner).clear_padding()
+    assert server.table[0].eq(0).all() and server.table[1:].eq(12345).all()
+    for page in (*pages.k_pages, *pages.v_pages):
+        assert page[0].eq(0).all() and page[1:].isnan().all()
+    for pool in server.delta._all():
+        assert pool[:, 0].eq(0).all() and pool[:, 1:].isnan().all()
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_slots_and_dirty_memory_give_the_trainers_bytes(kind: str) -> None:
     """A prefill cut inside a chunk of 64, decode across a chunk's end with padding rows, a slot and pages taken over, a
@@ -314,6 +353,7 @@ def arguments(**changed: Any) -> Any:
         "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
         "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
         "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
+        "enable_return_routed_experts": False,
         "disable_radix_cache": False, "max_running_requests": None,
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))

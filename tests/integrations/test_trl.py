@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo.common.rows import Rows
-from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
+from zoo.common.training import ForRL
+from zoo.qwen3 import Qwen3ForServing
 from zoo.testing import LawBroken, assert_same_bytes
 
 STEPS = 3
@@ -41,7 +43,8 @@ def example() -> ModuleType:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("tiny")
-    made = {arch: make_tiny(arch, folder / arch, layers=2) for arch in ("qwen3", "qwen3_moe")}
+    layers = {"qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4}
+    made = {arch: make_tiny(arch, folder / arch, layers=count) for arch, count in layers.items()}
     return lambda arch: made[arch]
 
 
@@ -54,8 +57,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def load(path: Path) -> Qwen3ForRL:
-    return Qwen3ForRL.from_pretrained(path, device="cpu")
+def load(path: Path) -> Any:
+    return zoo.load(path, role="rl", device="cpu")
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -166,23 +169,24 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 class TestFSDP2:
     """One rank over gloo: the wrapping, not the traffic."""
 
-    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5"])
     @pytest.mark.parametrize("checkpointing", [False, True])
-    @pytest.mark.parametrize("layers", [False, True], ids=["the root alone", "layers and root"])
-    def test_sharded_is_whole(
-        self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool, layers: bool
-    ) -> None:
-        calls: tuple[Callable[[Qwen3ForRL], Tensor], ...] = (
+    @pytest.mark.parametrize("kind", ["no layers", "every unit", "mixed precision"])
+    def test_sharded_is_whole(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, checkpointing: bool, kind: str) -> None:
+        calls: tuple[Callable[[ForRL], Tensor], ...] = (
             lambda m: m(IDS, cu_seqlens=STARTS, labels=IDS).loss,
             lambda m: -m.score(IDS, STARTS).mean(),
             lambda m: m.score(IDS, STARTS, entropy=True, top_k=3).entropy_R.mean(),
         )
         for call in calls:
             plain, model = load(checkpoints(arch)), load(checkpoints(arch))
-            mesh = init_device_mesh("cpu", (1,))
-            for layer in model.model.layers if layers else ():
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            mesh, layers = init_device_mesh("cpu", (1,)), set(model.model.layers)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for unit in model.sharding_units():
+                if kind == "no layers" and unit in layers:
+                    continue
+                narrow = all(p.dtype == torch.bfloat16 for p in unit.parameters() if not isinstance(p, DTensor))
+                fully_shard(unit, mesh=mesh, **({"mp_policy": policy} if kind == "mixed precision" and narrow else {}))
             register_fsdp_forward_method(model, "score")
             assert all(isinstance(p, DTensor) for p in model.parameters())
             if checkpointing:
@@ -202,3 +206,25 @@ class TestFSDP2:
             plain.model.layers[1].input_norm.weight[3] += 0.25
         with pytest.raises(LawBroken):
             assert_same_bytes(model.score(IDS, STARTS), plain.score(IDS, STARTS))
+
+    def test_sharded_weights_are_refused_by_name(self, checkpoints: Callable[[str], Path], one_rank: None, tmp_path: Path) -> None:
+        model, whole = load(checkpoints("qwen3")), load(checkpoints("qwen3"))
+        weights, version = list(whole.published_tensors()), whole.weights_version
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        doors: tuple[Callable[[], object], ...] = (
+            model.fingerprint,
+            lambda: model.weights_version,
+            model.published_tensors,
+            lambda: model.load_weights(weights),
+            lambda: model.save_pretrained(tmp_path / "out"),
+        )
+        for door in doors:
+            with pytest.raises(ValueError, match=r"^model\.\S+ is sharded .* gather the weights first .parameter.full_tensor"):
+                door()
+        assert not (tmp_path / "out").exists()
+        name, _ = weights[-1]
+        sharded = next(p for p in model.parameters() if p.shape == weights[-1][1].shape)
+        with pytest.raises(ValueError, match=f"{name} must be a dense tensor with data, whole on one device, not a sharded one"):
+            whole.load_weights([weights[0], (name, sharded)])
+        whole.load_state_dict({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+        assert whole.weights_version == version

@@ -1,39 +1,54 @@
-"""What the engine's tests share: tiny twins, requests of every kind, what the trainer says about a record, poisoned driving."""
+"""What the engine's tests share: requests of every kind, what the trainer says about a record, poisoned driving."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
+from model_harness import Models
 
 from zoo.common.engine import Completion, Engine
 from zoo.common.engine.scheduler import Request, Scheduler
-from zoo.common.memory import PackedMemory
+from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.memory import PackedMemory, PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 
+Asked = tuple[list[int], SamplingParams]
+
+
+class Family(Models):
+    """Models behind engines, and what they are asked."""
+
+    def __init__(self, configs: Mapping[str, Any], rl: type[Any], serving: type[Any], requests: list[Asked]) -> None:
+        super().__init__(configs, rl, serving)
+        self.requests = requests
+        self._alone: dict[str, list[dict[str, Any]]] = {}
+
+    def baseline(self, kind: str) -> list[dict[str, Any]]:
+        """Every request alone, in one chunk, on pages of 64, nothing cached."""
+        if kind not in self._alone:
+            engines = (Engine(self.twins(kind)[1], pages=4, page_size=64, prefix_cache=False) for _ in self.requests)
+            self._alone[kind] = [numbers(e.generate([prompt], [params])[0]) for e, (prompt, params) in zip(engines, self.requests)]
+        return self._alone[kind]
+
+    def generate(self, engine: Engine, chosen: list[int] | None = None) -> list[dict[str, Any]]:
+        """The chosen requests, added together and driven to their end; their numbers in order."""
+        ids = [engine.add(*self.requests[n]) for n in (range(len(self.requests)) if chosen is None else chosen)]
+        done = {record.request_id: numbers(record) for record in drive(engine)}
+        return [done[request_id] for request_id in ids]
+
+
+def tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
+    return torch.randint(3, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 CONFIGS = {"dense": SIZES["tiny"], "moe": MOE_SIZES["tiny"]}
-
-
-def serving(kind: str, seed: int = 1) -> Qwen3ForServing:
-    return Qwen3ForServing.from_config(CONFIGS[kind], seed=seed, device="cpu")
-
-
-@cache
-def twins(kind: str) -> tuple[Qwen3ForRL, Qwen3ForServing]:
-    """Trainer and server on seed 1; tests that change weights make their own."""
-    return Qwen3ForRL.from_config(CONFIGS[kind], seed=1, device="cpu"), serving(kind)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 STEM = tokens(48, 99)
-REQUESTS: list[tuple[list[int], SamplingParams]] = [
+REQUESTS: list[Asked] = [
     ([7], SamplingParams(seed=1, max_new_tokens=6)),
     (STEM[:16], SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_new_tokens=5)),
     (STEM + tokens(22, 3), SamplingParams(temperature=0.0, max_new_tokens=4)),
@@ -42,6 +57,8 @@ REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (tokens(31, 4), SamplingParams(temperature=2.0, seed=5, max_new_tokens=4)),
 ]
 SHORT = [0, 1, 3, 5]  # of REQUESTS, for schedules
+QWEN3 = Family(CONFIGS, Qwen3ForRL, Qwen3ForServing, REQUESTS)
+twins, serving, baseline, generate = QWEN3.twins, QWEN3.server, QWEN3.baseline, QWEN3.generate
 
 
 def numbers(record: Completion) -> dict[str, Any]:
@@ -49,16 +66,7 @@ def numbers(record: Completion) -> dict[str, Any]:
     return {name: value for name, value in record.to_dict().items() if name != "request_id"}
 
 
-@cache
-def baseline(kind: str) -> list[dict[str, Any]]:
-    """Every request alone, in one chunk, on pages of 64, nothing cached."""
-    return [
-        numbers(Engine(twins(kind)[1], pages=4, page_size=64, prefix_cache=False).generate([prompt], [params])[0])
-        for prompt, params in REQUESTS
-    ]
-
-
-def trained(model: Qwen3ForRL, record: Completion) -> dict[str, Any]:
+def trained(model: Any, record: Completion) -> dict[str, Any]:
     """Drawn again from the trainer's rows: tokens and log-probabilities, in a record's form."""
     ids = torch.tensor(record.prompt_ids + record.output_ids)
     rows = Rows.packed(torch.tensor([0, len(ids)]))
@@ -71,7 +79,7 @@ def trained(model: Qwen3ForRL, record: Completion) -> dict[str, Any]:
     return dict(zip(names, (tuple(column.tolist()) for column in drawn), strict=True))
 
 
-def scored(model: Qwen3ForRL, record: Completion, params: SamplingParams) -> tuple[float, ...]:
+def scored(model: Any, record: Completion, params: SamplingParams) -> tuple[float, ...]:
     """ForRL.score of the record's output tokens under `params`."""
     ids = torch.tensor(record.prompt_ids + record.output_ids)
     with torch.no_grad():
@@ -79,15 +87,28 @@ def scored(model: Qwen3ForRL, record: Completion, params: SamplingParams) -> tup
     return tuple(values[len(record.prompt_ids) - 1 : -1].tolist())
 
 
+def paged(memory: Any) -> PagedMemory:
+    return memory.paged if isinstance(memory, HybridMemory) else memory
+
+
 def poison(engine: Engine) -> None:
-    """Fills every page that is free with NaN."""
-    free = torch.tensor(list(engine.scheduler.pool.free), dtype=torch.int64)
-    for pages in (engine.scheduler.memory.k_LPSGE, engine.scheduler.memory.v_LPSGE):
+    """NaN in every free page and slot, and in the rows that a live chunk does not have yet."""
+    memory, pool = engine.scheduler.memory, engine.scheduler.pool
+    free = torch.tensor(list(pool.free), dtype=torch.int64)
+    for pages in (paged(memory).k_LPSGE, paged(memory).v_LPSGE):
         pages[:, free] = torch.nan
+    if isinstance(memory, HybridMemory):
+        slots = torch.tensor(list(pool.free_slots), dtype=torch.int64)
+        for state in (*memory.delta.pools.values(), memory.delta.carry_LSWC):
+            state[:, slots] = torch.nan
+        for request in engine.scheduler.running:
+            for name, rows in memory.delta.pools.items():
+                if "J" in name:
+                    rows[:, request.slot, :, request.computed % memory.grain :] = torch.nan
 
 
 def check_pages(engine: Engine) -> None:
-    """Every page has one owner, shared ones only through the cache; held lanes without a row are zero."""
+    """Every page and slot has one owner, shared pages only through the cache; held lanes without a row are zero."""
     pool, memory = engine.scheduler.pool, engine.scheduler.memory
     owners = list(pool.free) + [node.page for node in pool.nodes.values()]
     for request in engine.scheduler.running:
@@ -97,12 +118,14 @@ def check_pages(engine: Engine) -> None:
         owners += request.pages[shared:]
         for block, page in enumerate(request.pages):
             written = max(0, min(memory.page_size, request.computed - block * memory.page_size))
-            for values in (memory.k_LPSGE, memory.v_LPSGE):
+            for values in (paged(memory).k_LPSGE, paged(memory).v_LPSGE):
                 assert not values[:, page, written:].any(), f"page {page} holds something behind its {written} rows"
     assert sorted(owners) == list(range(1, pool.pages))
     holders = [node for request in engine.scheduler.running for node in request.nodes]
     assert all(node.refs == holders.count(node) for node in pool.nodes.values())
     assert pool.available == len(pool.free) + sum(node.refs == 0 for node in pool.nodes.values())
+    slots = [request.slot for request in engine.scheduler.running] if memory.slots else []
+    assert sorted([*slots, *pool.free_slots]) == list(range(1, memory.slots + 1))
 
 
 def drive(engine: Engine) -> list[Completion]:
@@ -113,13 +136,6 @@ def drive(engine: Engine) -> list[Completion]:
         done += engine.step()
         check_pages(engine)
     return done
-
-
-def generate(engine: Engine, chosen: list[int] | None = None) -> list[dict[str, Any]]:
-    """The chosen requests of REQUESTS, added together and driven to their end; their numbers in order."""
-    ids = [engine.add(*REQUESTS[n]) for n in (range(len(REQUESTS)) if chosen is None else chosen)]
-    done = {record.request_id: numbers(record) for record in drive(engine)}
-    return [done[request_id] for request_id in ids]
 
 
 class SkippingScheduler(Scheduler):

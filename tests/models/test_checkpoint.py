@@ -294,6 +294,18 @@ def test_other_refusals(copy: Path, tmp_path: Path) -> None:
         zoo.load(tmp_path / "absent")
     with pytest.raises(ValueError, match="neither a local folder nor a hub id"):
         zoo.load("no spaces allowed")
+    for path in (123, None, b"x", "/" + "n" * 300):
+        for door in (Qwen3ForRL.from_pretrained, zoo.load):
+            with pytest.raises(ValueError, match="is not a folder and not a hub id"):
+                door(path)
+    for device, expected in (
+        ("tpu", "cpu, cuda or cuda:N"),
+        (1.5, "cpu, cuda or cuda:N"),
+        ("cuda:99", "sees . GPUs"),
+        ("meta", "not on meta"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            Qwen3ForRL.from_pretrained(copy, device=device)
 
 
 def test_saving_never_overwrites(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +323,39 @@ def test_saving_never_overwrites(copy: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError):
         model.save_pretrained(tmp_path / "failed")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", copy.name]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, work = load(copy), tmp_path / "work"
+    for name in ("empty", "here"):
+        (work / name).mkdir(parents=True)
+    (work / "file").write_text("mine")
+    (work / "link").symlink_to(work / "empty")
+    (work / "dangling").symlink_to(work / "absent")
+    before = sorted(work.rglob("*"))
+    monkeypatch.chdir(work / "here")
+    for place, sentence in (
+        (work / "link", "is a symbolic link"),
+        (work / "dangling", "exists and is not an empty folder"),
+        (work / "dangling" / "out", "dangling is no folder"),
+        (work / "file" / "out", "file is no folder"),
+        (work / "file" / "deep" / "out", "file is no folder"),
+        (work / ("n" * 300), "File name too long"),
+        (work / "absent" / ("n" * 300), "File name too long"),
+        (work / "absent" / ("n" * 300) / "out", "File name too long"),
+        (Path("/proc/absent/out"), "can't be written"),
+        (Path("."), "is the working directory"),
+    ):
+        with pytest.raises(ValueError, match=sentence) as caught:
+            model.save_pretrained(place)
+        assert "\n" not in str(caught.value) and str(place if place != Path(".") else work) in str(caught.value)
+        for command in (["make-tiny", "qwen3", str(place)], ["convert", str(copy), str(place)]):
+            result = CliRunner().invoke(app, command)
+            assert result.exit_code == 2 and sentence in result.output, result
+        assert sorted(work.rglob("*")) == before
+    with pytest.raises(ValueError, match="5 can't be written"):
+        model.save_pretrained(5)  # type: ignore[arg-type]
+    make_tiny("qwen3", work / "n" / ("n" * 250), layers=1)  # as long as a file system takes
 
 
 def test_a_save_outlives_its_source(copy: Path, tmp_path: Path) -> None:
@@ -443,6 +488,9 @@ def test_load_weights_writes_in_place_and_in_parts(published: Path) -> None:
         (("model.norm.weight", torch.zeros(128)), "torch.float32"),
         (("model.norm.weight", torch.full((128,), float("nan")).bfloat16()), "128 NaN"),
         (("model.layers.0.input_layernorm.weight", torch.ones(128).bfloat16()), "given twice"),
+        (("model.norm.weight", torch.zeros(128).bfloat16().to_sparse()), "model.norm.weight must be a dense tensor .* torch.sparse_coo"),
+        (("model.norm.weight", torch.zeros(128, device="meta").bfloat16()), "model.norm.weight must be a dense tensor .* meta"),
+        (("model.norm.weight", None), "model.norm.weight must be a dense tensor .* NoneType"),
     ],
 )
 def test_a_refused_update_changes_nothing(bad: tuple[str, Tensor], expected: str, published: Path) -> None:
@@ -613,6 +661,48 @@ def test_inspect_reports_without_building_the_model(published: Path, copy: Path,
     spoil_config(copy, extra=1)
     result = CliRunner().invoke(app, ["inspect", str(copy)])
     assert result.exit_code == 0 and "unknown fields extra=1" in result.output
+
+
+def test_inspect_of_the_zoo_s_own_names(published: Path, tmp_path: Path) -> None:
+    convert(published, tmp_path / "own", "zoo", shard_bytes=300_000)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "in the zoo's own names" in result.output
+    assert load(published).weights_version in result.output
+    assert not any(word in result.output for word in ("│ fault", "UNKNOWN", "missing"))
+    assert "in the zoo's own names" not in CliRunner().invoke(app, ["inspect", str(published)]).output
+    rewrite(tmp_path / "own", lambda name, t: None if name == "model.embed.weight" else t)  # the control
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "1 parameters missing ['model.embed.weight']" in result.output
+    assert "│ fault" in result.output and "none: see fault" in result.output
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+def test_inspect_of_the_zoo_s_own_names_with_carried_tensors(arch: str, tmp_path: Path) -> None:
+    convert(make_tiny(arch, tmp_path / "published", vision=True), tmp_path / "own", "zoo")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "own")])
+    assert result.exit_code == 0 and "in the zoo's own names" in result.output and "carried through" in result.output
+    assert zoo.load(tmp_path / "published", device="cpu").weights_version in result.output
+    assert "│ fault" not in result.output and "UNKNOWN" not in result.output
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_nan_is_said_by_inspect_and_not_converted(own: bool, tmp_path: Path) -> None:
+    """Unless it is in a tensor that is only carried, which no model loads."""
+    folder = make_tiny("qwen3_5", tmp_path / "published", vision=True)
+    if own:
+        convert(folder, tmp_path / "own", "zoo")
+        folder = tmp_path / "own"
+    to = "hf" if own else "zoo"
+    rewrite(folder, lambda name, t: torch.full_like(t, torch.nan) if name == "mtp.fc.weight" else t)
+    convert(folder, tmp_path / "carried", to)
+    assert "│ fault" not in CliRunner().invoke(app, ["inspect", str(folder)]).output
+    spoiled = next(n for n in Checkpoint.open(folder).tensors if n.endswith("down.weight" if own else "down_proj.weight"))
+    rewrite(folder, lambda name, t: t.index_fill(0, torch.tensor([1]), torch.nan) if name == spoiled else t)
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 0 and f"{spoiled} has " in result.output and "NaN or infinite values" in result.output
+    assert "none: see fault" in result.output
+    result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), "--to", to])
+    assert result.exit_code == 2 and f"error: {spoiled} has " in result.output and not (tmp_path / "out").exists()
 
 
 def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def test_differing_bytes_exit_1_and_leave_a_reproduction(
     assert "First divergence" in page.read_text()
 
 
+GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -135,6 +138,25 @@ def test_differing_bytes_exit_1_and_leave_a_reproduction(
         (("verify", "qwen3", "--engine", "vllm"), "--engine 'vllm' must be embedded or sglang"),
         (("verify", "qwen3", "--layout", "tp=2"), "--layout 'tp=2' is not supported yet"),
         (("verify", "qwen3", "--json", "absent/folder/x.json"), "its folder does not exist"),
+        (("verify", "qwen3", "--report", "CHECKPOINT"), "is a folder, it must be a file"),
+        (("verify", "qwen3", "--json", "n" * 300), "File name too long"),
+        (("verify", "qwen3", "--reproduction", "CHECKPOINT/config.json"), "exists and is not an empty folder"),
+        (("verify", "qwen3", "--reproduction", "CHECKPOINT/config.json/x"), "config.json is no folder"),
+        (("verify", "qwen3", "--store", "CHECKPOINT", "--device", "cpu"), "is a folder, qualifications are kept in a file"),
+        (("qualify", "--store", "n" * 300, "--device", "cpu"), "File name too long"),
+        (("qualify", "--store", "CHECKPOINT/config.json/x", "--device", "cpu"), "config.json is no folder"),
+        (("qualify", "--store", "CHECKPOINT/config.json", "--device", "cpu"), "can't be read ('format')"),
+        (("map", "qwen3", "--json", "absent/x"), "--json absent/x: its folder does not exist"),
+        (("map", "qwen3", "--json", "CHECKPOINT"), "is a folder, it must be a file"),
+        (("map", "qwen3", "--device", "tpu"), "--device 'tpu' must be cpu or cuda"),
+        (("map", "qwen3", "--device", "cuda:99"), "no GPU here" if not torch.cuda.is_available() else "GPUs here"),
+        (("map", "qwen3", "--device", "cpu:x"), "must be cpu, cuda or cuda:N"),
+        (("audit", "--json", "absent/x"), "its folder does not exist"),
+        ((*GENERATE, "x", "--json", "absent/x"), "its folder does not exist"),
+        ((*GENERATE, "x", "--json", "CHECKPOINT"), "is a folder, it must be a file"),
+        ((*GENERATE, "x", "--device", "tpu"), "must be cpu, cuda or cuda:N"),
+        ((*GENERATE, "x", "--device", "cuda:99"), "GPUs here"),
+        ((*GENERATE, "\udcff\udcfe"), "must be text in valid UTF-8"),
         (("verify", "qwen3_moe", "--device", "cpu", "--checkpoint", "CHECKPOINT"), "'qwen3' checkpoint, not 'qwen3_moe'"),
         (("map", "deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
         (("qualify", "--op", "conv9"), "there is no op 'conv9'"),
@@ -147,9 +169,9 @@ def test_differing_bytes_exit_1_and_leave_a_reproduction(
 def test_bad_input_is_one_sentence(
     cli: Cli, checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
 ) -> None:
-    assert cli(*(str(checkpoint) if a == "CHECKPOINT" else a for a in arguments)) == 2
-    said = capsys.readouterr().err.strip()
-    assert sentence in said and said.startswith("error: ") and len(said.splitlines()) == 1
+    assert cli(*(a.replace("CHECKPOINT", str(checkpoint)) for a in arguments)) == 2
+    out, said = capsys.readouterr()
+    assert sentence in said and said.startswith("error: ") and len(said.strip().splitlines()) == 1 and not out
 
 
 def test_rungs_and_lengths() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_harness import (
+    QWEN3,
     REQUESTS,
     STEM,
     SkippingScheduler,
@@ -235,13 +236,6 @@ def test_prompt_log_probs_are_the_trainers(chunk_rows: int) -> None:
 # weight updates
 
 
-def other_weights(kind: str = "dense") -> list[tuple[str, torch.Tensor]]:
-    """The server's tensors under another seed, by published name."""
-    model = serving(kind, seed=2)
-    parameters = dict(model.named_parameters())
-    return [(piece.published, piece.of(parameters[entry.ours]).detach().clone()) for entry, piece in model.table_of().pieces()]
-
-
 def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engine, list[Request], list[Completion]]:
     """An engine whose weights changed after some steps, what its requests had then, and what they became."""
     served = Engine(serving(kind), pages=30, page_size=16, chunk_rows=40)
@@ -249,7 +243,7 @@ def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engi
     done = [record for _ in range(steps) for record in served.step()]
     assert not done
     before = [replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids]
-    served.update_weights(other_weights(kind) if weights is None else weights, mode)
+    served.update_weights(QWEN3.weights(kind) if weights is None else weights, mode)
     by_id = {record.request_id: record for record in drive(served)}
     return served, before, [by_id[i] for i in ids]
 
@@ -301,7 +295,7 @@ def test_a_stale_prefix_is_never_read(pool: type[PagePool]) -> None:
     served = Engine(serving("dense"), pages=30, page_size=16)
     served.scheduler.pool = pool(30, 0, 16)
     first = numbers(served.generate([STEM], REQUESTS[0][1])[0])
-    served.update_weights(other_weights())
+    served.update_weights(QWEN3.weights("dense"))
     got = numbers(served.generate([STEM], REQUESTS[0][1])[0])
     fresh = numbers(Engine(serving("dense", seed=2)).generate([STEM], REQUESTS[0][1])[0])
     assert (got == fresh) == (pool is PagePool)
@@ -327,12 +321,16 @@ def test_a_refused_update_changes_nothing() -> None:
     served = Engine(serving("dense"), pages=24, page_size=16)
     request_id = served.add(*REQUESTS[4])
     served.step()
-    name, tensor = other_weights()[0]
+    name, tensor = QWEN3.weights("dense")[0]
     for weights, mode, message in (
         ([(name, tensor), ("model.nothing.weight", tensor)], "recompute", "no tensor"),
         ([(name, tensor[:5])], "recompute", "must be"),
         ([(name, torch.full_like(tensor, torch.nan))], "recompute", "NaN"),
         ([(name, tensor)], "replace", "recompute, keep"),
+        ([(name, tensor), (QWEN3.weights("dense")[1][0], None)], "recompute", "must be a dense tensor with data, .* NoneType"),
+        ([(name, tensor.to_sparse())], "recompute", "must be a dense tensor with data, .* torch.sparse_coo"),
+        ([(name, tensor.to("meta"))], "recompute", "must be a dense tensor with data, .* meta"),
+        (None, "recompute", "weights must be .* pairs, not NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             served.update_weights(weights, mode)
@@ -388,7 +386,7 @@ def test_an_update_that_breaks_off_is_not_taken_for_done() -> None:
     fingerprint = served.model.fingerprint
     served.model.fingerprint = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        served.update_weights(other_weights())
+        served.update_weights(QWEN3.weights("dense"))
     served.model.fingerprint = fingerprint  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="written since version"):
         served.step()
@@ -645,15 +643,18 @@ def test_records_survive_json() -> None:
         ({"log_probs": "00000000"}, "1 log_probs for 4"),
         ({"finish_reason": "x"}, "'x'"),
         ({"log_probs": "0000803f" * 4}, "log_probs holds 1.0"),
-        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0, not 1.5"),
+        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0 and below 2.31, not 1.5"),
         ({"prompt_ids": ["x"] * 48}, "prompt_ids must be a list of integers"),
         ({"prompt_ids": 5}, "prompt_ids must be a list of integers"),
+        ({"output_ids": [1, 2, 3, 1 << 31]}, "output_ids must be .* below 2.31, not 2147483648"),
+        ({"request_id": 5}, "request_id must be text, not 5"),
         ({"exact": "no"}, "exact must be True or False, not 'no'"),
         ({"sampling": None}, "sampling must be a dictionary, not None"),
         ({"fingerprint": None}, "fingerprint must be a dictionary, not None"),
         ({"versions": [["0" * 32, 51]]}, "the last row is of 0{32}, the fingerprint of"),
         ({"versions": [[values["versions"][0][0], -3]]}, "versions must be runs"),
         ({"versions": "x"}, "versions must be runs"),
+        ({"versions": [["a", 10**12]]}, "versions count 1000000000000 rows for"),
     ):
         with pytest.raises(ValueError, match=message):
             Completion.from_dict({**values, **change})
@@ -701,6 +702,9 @@ def test_generate_command(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "out.json").read_text())
     assert [Completion.from_dict(g["completion"]) for g in stored["generations"]] == [g.completion for g in made]
     assert generate_command(folder, "Guess the word", **arguments)[0].completion == made[0].completion
+    for prompt in ("\udcff\udcfe", 5):
+        with pytest.raises(ValueError, match="a prompt must be text in valid UTF-8"):
+            generate_command(folder, [prompt], device="cpu")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         generate_command(folder, "x", device="cpu")

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 import planted
 import pytest
 import torch
+from model_harness import (
+    Models,
+    assert_alone_is_packed,
+    assert_modes_agree,
+    assert_rows_and_splits,
+    assert_same_states,
+    counted,
+    other_in_recomputation,
+    other_in_training,
+    other_under_grad,
+    packed,
+    pushed,
+    rows_in_training,
+    scores,
+    targets_of,
+)
 from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.memory import PackedMemory
-from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
-from zoo.testing import LawBroken, Plan, assert_same_bytes, split_plans
+from zoo.testing import LawBroken, assert_same_bytes, split_plans
 
 SMALL = replace(SIZES["tiny"], layers=2, heads=8, head_dim=16, hidden=64, inner=96, vocabulary=300)
 CONFIGS: dict[str, Qwen3Config] = {
@@ -33,60 +45,12 @@ CONFIGS: dict[str, Qwen3Config] = {
 }
 LENGTHS = (40, 1, 23)
 FAULTS = (planted.narrow_vocabulary_group, planted.late_rope_table, planted.twice_rounded_residual)
-
-
-@cache
-def trainer(name: str) -> Qwen3ForRL:
-    return Qwen3ForRL.from_config(CONFIGS[name], seed=1, device="cpu")
-
-
-def server(name: str, **changes: Any) -> Qwen3ForServing:
-    return Qwen3ForServing.from_config(replace(CONFIGS[name], **changes), seed=1, device="cpu")
-
-
-def fresh(name: str) -> Qwen3ForRL:
-    return Qwen3ForRL.from_config(CONFIGS[name], seed=1, device="cpu")
+MODELS = Models(CONFIGS, Qwen3ForRL, Qwen3ForServing)
+fresh, trainer, server = MODELS.fresh, MODELS.trainer, MODELS.server
 
 
 def documents_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
-    random = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(CONFIGS[name].vocabulary, (n,), generator=random) for n in lengths]
-
-
-def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.cat(documents), torch.tensor([0, *[len(d) for d in documents]]).cumsum(0)
-
-
-def targets_of(document: Tensor) -> Tensor:
-    return torch.cat([document[1:], document[:1]])
-
-
-def scores(model: Qwen3ForRL, documents: list[Tensor]) -> list[Tensor]:
-    ids, starts = packed(documents)
-    return list(model.score(ids, starts, torch.cat([targets_of(d) for d in documents])).split([len(d) for d in documents]))
-
-
-def pushed(model: Qwen3ForServing, documents: list[Tensor], plan: Plan, page_size: int = 16) -> tuple[list[Tensor], list[Any]]:
-    """Log-probabilities of each document pushed by a plan through shuffled pages, and the cached bytes that it left."""
-    needed = [-(-len(d) // page_size) for d in documents]
-    memory = model.make_memory(sum(needed) + 3, page_size)
-    memory.k_LPSGE.fill_(torch.nan)  # dead pages; those assigned are cleared
-    memory.v_LPSGE.fill_(torch.nan)
-    order = iter((torch.randperm(sum(needed)) + 2).tolist())
-    pages = [[next(order) for _ in range(n)] for n in needed]
-    done, found = [0] * len(documents), [[] for _ in documents]
-    memory.clear([0, *[page for held in pages for page in held]])
-    for step in plan:
-        active = [n for n, count in enumerate(step) if count]
-        cuts = [slice(done[n], done[n] + step[n]) for n in active]
-        table = memory.table([pages[n] for n in active], [0] * len(active), max(needed))
-        rows = Rows.pushed([step[n] for n in active], [done[n] for n in active], "cpu")
-        hidden = model.prefill(torch.cat([documents[n][cut] for n, cut in zip(active, cuts)]), rows, memory, table)
-        wanted = torch.cat([targets_of(documents[n])[cut] for n, cut in zip(active, cuts)])
-        for n, part in zip(active, model.log_prob(hidden, wanted).split([step[n] for n in active])):
-            found[n].append(part)
-            done[n] += step[n]
-    return [torch.cat(parts) for parts in found], [memory.written(held, len(d)) for held, d in zip(pages, documents)]
+    return MODELS.documents(name, lengths)
 
 
 class TestWaysToPush:
@@ -100,9 +64,9 @@ class TestWaysToPush:
         chosen = ("whole", "a row at a time", "in pieces of 7", "cut at 17", "one sequence after another", "at random")
         cached = pushed(model, documents, plans["whole"])[1]
         for plan in chosen if name in ("dense", "moe") else chosen[:3]:
-            found, left = pushed(model, documents, plans[plan])
+            found, seen = pushed(model, documents, plans[plan])
             assert_same_bytes(found, trained, plan)
-            assert_same_bytes(left, cached, f"cached bytes, {plan}")
+            assert_same_states(seen, cached, plan)
 
     @pytest.mark.parametrize("name", ["dense", "moe"])
     def test_across_an_edge_of_the_key_segments(self, name: str) -> None:
@@ -127,12 +91,7 @@ class TestWaysToPush:
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_alone_is_packed(self, name: str) -> None:
-        documents = documents_of(name)
-        together = scores(trainer(name), documents)
-        for document, expected in zip(documents, together):
-            assert_same_bytes(scores(trainer(name), [document])[0], expected)
-        assert_same_bytes(scores(trainer(name), documents[::-1])[::-1], together)
-        assert_same_bytes(scores(trainer(name), [documents[2], *documents])[1:], together)
+        assert_alone_is_packed(trainer(name), documents_of(name))
 
     def test_alone_is_packed_catches_documents_that_read_each_other(self) -> None:
         documents = documents_of("dense")
@@ -145,13 +104,8 @@ class TestWaysToPush:
     def test_the_transformers_program_keeps_rows_and_splits(self, config: Qwen3Config) -> None:
         names = {"seed": 1, "device": "cpu", "program": "transformers"}
         model, serving = Qwen3ForRL.from_config(config, **names), Qwen3ForServing.from_config(config, **names)
-        documents = documents_of("dense")
-        together = scores(model, documents)
-        for i, expected in enumerate(together):
-            assert_same_bytes(scores(model, [documents[i]])[0], expected)
-        plans = split_plans(LENGTHS, edges=(16,))
-        for plan in ("whole", "a row at a time", "at random"):
-            assert_same_bytes(pushed(serving, documents, plans[plan])[0], together, plan)
+        documents, plans = documents_of("dense"), split_plans(LENGTHS, edges=(16,))
+        together = assert_rows_and_splits(model, serving, documents, {n: plans[n] for n in ("whole", "a row at a time", "at random")})
         with pytest.raises(LawBroken):  # the control: another program is another arithmetic
             assert_same_bytes(scores(trainer("dense"), documents), together)
 
@@ -168,66 +122,17 @@ class TestWaysToPush:
         assert (served_changed[11:-1] != served[11:-1]).all()
 
 
-def _other_under_grad(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A kernel picked by whether a gradient is wanted."""
-    return tuple(t * 1.01 if torch.is_grad_enabled() else t for t in output)
-
-
-def _other_in_training(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return tuple(t * 1.01 if module.training else t for t in output)
-
-
-def _other_in_recomputation(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A layer whose state moves on when it is run again inside the backward pass."""
-    return tuple(t * 1.01 if torch._C._current_graph_task_id() != -1 else t for t in output)
-
-
-def modes(model: Qwen3ForRL) -> dict[str, Any]:
-    """Scores, and gradients where there are some, in every mode that must not matter."""
-    ids, starts = packed(documents_of("tied"))
-
-    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-        model.zero_grad()
-        found = model.score(ids, starts)
-        (-found.mean()).backward()
-        return found, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    with torch.no_grad():
-        out: dict[str, Any] = {"no_grad": model.score(ids, starts)}
-    with torch.inference_mode():
-        out["inference_mode"] = model.score(ids, starts).clone()
-    out["grad"] = model.score(ids, starts)
-    out["backward"] = gradients()
-    out["after backward"] = model.score(ids, starts)
-    model.gradient_checkpointing_enable()
-    out["checkpointed"] = gradients()
-    model.eval()
-    out["checkpointing, eval mode"] = model.score(ids, starts)
-    model.gradient_checkpointing_disable()
-    out["eval mode"] = gradients()
-    model.train()
-    return out
-
-
-def assert_modes_agree(model: Qwen3ForRL) -> None:
-    found = modes(model)
-    for name, value in found.items():
-        assert_same_bytes(value[0] if isinstance(value, tuple) else value, found["no_grad"], f"scores, {name}")
-    for name in ("checkpointed", "eval mode"):
-        assert_same_bytes(found[name][1], found["backward"][1], f"gradients, {name}")
-
-
 class TestModes:
     @pytest.mark.parametrize("name", ["dense", "moe", "tied"])
     def test_no_mode_matters(self, name: str) -> None:
-        assert_modes_agree(fresh(name))
+        assert_modes_agree(fresh(name), documents_of("tied"))
 
-    @pytest.mark.parametrize("fault", [_other_under_grad, _other_in_training, _other_in_recomputation])
+    @pytest.mark.parametrize("fault", [other_under_grad, other_in_training, other_in_recomputation])
     def test_a_mode_that_matters_is_caught(self, fault: Callable[..., Any]) -> None:
         model = fresh("tied")
         model.model.layers[1].input_norm.register_forward_hook(fault)
         with pytest.raises(LawBroken):
-            assert_modes_agree(model)
+            assert_modes_agree(model, documents_of("tied"))
 
     def test_checkpointing_does_recompute(self) -> None:
         ids, starts = packed(documents_of("tied"))
@@ -312,18 +217,6 @@ class TestFreshMemory:
             assert_same_bytes(_all_bytes("dense", lambda m: m.model.layers[0].mlp.register_forward_hook(forget)), clean_bytes["dense"])
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Rows that enter each op inside the block, by its contract's name."""
-    seen: Counter[str] = Counter()
-
-    def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:
-        seen[contract.name] += arguments["args"][0].shape[0]
-
-    with ops.watch(observe):
-        yield seen
-
-
 class TestRowsThatEnterEachOp:
     CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through a tiny model of three layers
         "dense": {"embed": 1, "rms_norm": 7, "linear": 12, "norm_rope": 3, "attention": 3, "swiglu": 3},
@@ -340,11 +233,7 @@ class TestRowsThatEnterEachOp:
 
     @pytest.mark.parametrize("name", CALLS)
     def test_training_pushes_every_token_once(self, name: str) -> None:
-        ids, starts = packed(documents_of(name))
-        with counted() as seen:
-            trainer(name).score(ids, starts, entropy=True).log_prob_R.sum().backward()
-        assert seen.pop("log_prob") == len(ids)
-        assert seen == {op: calls * len(ids) for op, calls in self.CALLS[name].items()}
+        assert rows_in_training(trainer(name), documents_of(name)) == {op: n * sum(LENGTHS) for op, n in self.CALLS[name].items()}
 
     def test_a_hidden_rerun_is_seen(self) -> None:
         document, prompt, drawn = documents_of("dense")[0], 13, 9

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import model_harness
 import pytest
 import torch
-from torch import Tensor, nn
+from model_harness import (
+    Models,
+    Session,
+    assert_alone_is_packed,
+    assert_modes_agree,
+    assert_rows_and_splits,
+    assert_same_states,
+    counted,
+    other_in_recomputation,
+    other_under_grad,
+    packed,
+    pushed,
+    rows_in_training,
+)
+from torch import Tensor
 
 from weights_tools.make_tiny import make_tiny
 from zoo.common import ops
@@ -21,7 +34,7 @@ from zoo.common.delta_memory import CARRY, CHUNK
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
-from zoo.testing import LawBroken, Plan, assert_same_bytes, split_plans
+from zoo.testing import LawBroken, assert_same_bytes, split_plans
 from zoo.verify.ladder import Ladder
 from zoo.verify.map import operation_map
 from zoo.verify.shrink import reproduction
@@ -53,92 +66,13 @@ CONFIGS: dict[str, Qwen35Config] = {
 LENGTHS = (70, 1, 65)
 EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)
 SEED = {"seed": 1, "device": "cpu"}
-
-
-def fresh(name: str) -> Qwen35ForRL:
-    return Qwen35ForRL.from_config(CONFIGS[name], **SEED)
-
-
-@cache
-def trainer(name: str) -> Qwen35ForRL:
-    return fresh(name)
-
-
-def server(name: str) -> Qwen35ForServing:
-    return Qwen35ForServing.from_config(CONFIGS[name], **SEED)
+MODELS = Models(CONFIGS, Qwen35ForRL, Qwen35ForServing)
+fresh, trainer, server = MODELS.fresh, MODELS.trainer, MODELS.server
+scores = torch.no_grad()(model_harness.scores)
 
 
 def documents_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
-    random = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(CONFIGS[name].vocabulary, (n,), generator=random) for n in lengths]
-
-
-def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.cat(documents), torch.tensor([0, *[len(d) for d in documents]]).cumsum(0)
-
-
-def targets_of(document: Tensor) -> Tensor:
-    return torch.cat([document[1:], document[:1]])
-
-
-def scores(model: Qwen35ForRL, documents: list[Tensor]) -> list[Tensor]:
-    ids, starts = packed(documents)
-    with torch.no_grad():
-        scored = model.score(ids, starts, torch.cat([targets_of(d) for d in documents]))
-    return list(scored.split([len(d) for d in documents]))
-
-
-class Session:
-    """Sequences behind shuffled pages and slots of a memory whose dead bytes are NaN."""
-
-    def __init__(self, model: Qwen35ForServing, documents: list[Tensor], page_size: int = 16, spare: int = 3) -> None:
-        self.model, self.documents, count = model, documents, len(documents)
-        needed = [-(-len(d) // page_size) for d in documents]
-        self.memory = memory = model.make_memory(sum(needed) + 3, page_size, slots=count + spare)
-        for pool in (memory.paged.k_LPSGE, memory.paged.v_LPSGE, *memory.delta.pools.values(), memory.delta.carry_LSWC):
-            pool.fill_(torch.nan)
-        pages = iter((torch.randperm(sum(needed)) + 2).tolist())
-        self.pages = [[next(pages) for _ in range(n)] for n in needed]
-        self.slots = (torch.randperm(count + spare)[:count] + 1).tolist()
-        memory.clear([0, *[page for held in self.pages for page in held]], [0, *self.slots])
-        self.done, self.found = [0] * count, [[] for _ in documents]
-        self.blocks = max(needed)
-
-    def push(self, step: tuple[int, ...]) -> None:
-        """step[n] more rows of document n."""
-        active = [n for n, count in enumerate(step) if count]
-        cuts = [slice(self.done[n], self.done[n] + step[n]) for n in active]
-        table = self.memory.table([self.pages[n] for n in active], [self.slots[n] for n in active], self.blocks)
-        rows = Rows.pushed([step[n] for n in active], [self.done[n] for n in active], "cpu")
-        ids = torch.cat([self.documents[n][cut] for n, cut in zip(active, cuts)])
-        wanted = torch.cat([targets_of(self.documents[n])[cut] for n, cut in zip(active, cuts)])
-        log_prob = self.model.log_prob(self.model.prefill(ids, rows, self.memory, table), wanted)
-        for n, part in zip(active, log_prob.split([step[n] for n in active])):
-            self.found[n].append(part)
-            self.done[n] += step[n]
-
-    def scores(self) -> list[Tensor]:
-        return [torch.cat(parts) for parts in self.found]
-
-    def written(self, n: int) -> dict[str, Tensor]:
-        return self.memory.written(self.pages[n], self.done[n], self.slots[n])
-
-
-def pushed(model: Qwen35ForServing, documents: list[Tensor], plan: Plan, page_size: int = 16) -> tuple[list[Tensor], Any]:
-    """Log-probabilities of each document, and the cached bytes after every push: (document, tokens) -> bytes."""
-    session, seen = Session(model, documents, page_size), {}
-    for step in plan:
-        session.push(step)
-        seen |= {(n, session.done[n]): session.written(n) for n, count in enumerate(step) if count}
-    return session.scores(), seen
-
-
-def assert_same_states(seen: Any, other: Any, what: str) -> None:
-    """At every token boundary that both ways stopped at."""
-    common = sorted(seen.keys() & other.keys())
-    assert common, what
-    for at in common:
-        assert_same_bytes(seen[at], other[at], f"{what}, document {at[0]} after {at[1]} tokens")
+    return MODELS.documents(name, lengths)
 
 
 def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> dict[int, dict[str, Tensor]]:
@@ -229,29 +163,22 @@ class TestWaysToPush:
                 )
 
     @pytest.mark.parametrize("name", CONFIGS)
+    @torch.no_grad()
     def test_alone_is_packed(self, name: str) -> None:
         documents = documents_of(name)
-        together = scores(trainer(name), documents)
-        for document, expected in zip(documents, together):
-            assert_same_bytes(scores(trainer(name), [document])[0], expected)
-        assert_same_bytes(scores(trainer(name), documents[::-1])[::-1], together)
-        assert_same_bytes(scores(trainer(name), [documents[2], *documents])[1:], together)
+        together = assert_alone_is_packed(trainer(name), documents)
         merged = scores(trainer(name), [torch.cat(documents)])[0].split(LENGTHS)
         assert_same_bytes(merged[0][:-1], together[0][:-1])
         with pytest.raises(LawBroken):  # the control: documents that read each other
             assert_same_bytes(merged[2][:-1], together[2][:-1])
 
     @pytest.mark.parametrize("config", [SMALL, CONFIGS["five experts"]], ids=["dense", "moe"])
+    @torch.no_grad()
     def test_the_transformers_program_keeps_rows_and_splits(self, config: Qwen35Config) -> None:
         names = {**SEED, "program": "transformers"}
         model, serving = Qwen35ForRL.from_config(config, **names), Qwen35ForServing.from_config(config, **names)
-        documents = documents_of("small")
-        together = scores(model, documents)
-        for i, expected in enumerate(together):
-            assert_same_bytes(scores(model, [documents[i]])[0], expected)
-        plans = split_plans(LENGTHS, edges=(16,))
-        for plan in ("whole", "a row at a time"):
-            assert_same_bytes(pushed(serving, documents, plans[plan])[0], together, plan)
+        documents, plans = documents_of("small"), split_plans(LENGTHS, edges=(16,))
+        together = assert_rows_and_splits(model, serving, documents, {n: plans[n] for n in ("whole", "a row at a time")})
         with pytest.raises(LawBroken):  # the control: another program is another arithmetic
             assert_same_bytes(scores(trainer("small"), documents), together)
 
@@ -300,7 +227,7 @@ class GridFromThePush(Qwen35ForServing):
 def rounded_decay(model: Qwen35ForServing) -> None:
     """A_log as a BF16 load in transformers has it."""
     with torch.no_grad():
-        a_log = model.model.layers[0].mixer.a_log
+        a_log = model.model.layers[0].mixer.gate.a_log
         a_log.copy_(a_log.bfloat16())
 
 
@@ -316,7 +243,7 @@ def test_a_planted_fault_is_caught(fault: type[Qwen35ForServing]) -> None:
 
 def test_a_rounded_decay_is_caught() -> None:
     documents, model = documents_of("small"), server("small")
-    assert model.model.layers[0].mixer.a_log.dtype == torch.float32
+    assert model.model.layers[0].mixer.gate.a_log.dtype == torch.float32
     rounded_decay(model)
     with pytest.raises(LawBroken):
         assert_same_bytes(pushed(model, documents, (LENGTHS,))[0], scores(trainer("small"), documents))
@@ -428,8 +355,8 @@ def extreme(model: Any, kind: str) -> Any:
     a_log, dt_bias, scale = EXTREMES[kind]
     with torch.no_grad():
         mixer = model.model.layers[0].mixer
-        mixer.a_log.copy_(torch.tensor(a_log))
-        mixer.dt_bias.copy_(torch.tensor(dt_bias))
+        mixer.gate.a_log.copy_(torch.tensor(a_log))
+        mixer.gate.dt_bias.copy_(torch.tensor(dt_bias))
         heads = model.config.value_heads
         mixer.qkvzba.weight[-2 * heads : -heads] *= scale
     return model
@@ -466,56 +393,17 @@ def test_extreme_gates(kind: str) -> None:
         assert_same_bytes(trained, scores(trainer("small"), documents))
 
 
-# autograd's modes
-
-
-def _other_under_grad(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A kernel picked by whether a gradient is wanted."""
-    return tuple(t * 1.01 if torch.is_grad_enabled() else t for t in output)
-
-
-def _other_in_recomputation(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A layer whose state moves on when it is run again inside the backward pass."""
-    return tuple(t * 1.01 if torch._C._current_graph_task_id() != -1 else t for t in output)
-
-
-def assert_modes_agree(model: Qwen35ForRL) -> None:
-    """Scores, and gradients where there are some, in every mode that must not matter."""
-    ids, starts = packed(documents_of("small"))
-
-    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
-        model.zero_grad()
-        found = model.score(ids, starts)
-        (-found.mean()).backward()
-        return found, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    with torch.no_grad():
-        expected = model.score(ids, starts)
-    with torch.inference_mode():
-        assert_same_bytes(model.score(ids, starts).clone(), expected, "inference mode")
-    plain = gradients()
-    assert_same_bytes(plain[0], expected, "with autograd")
-    assert_same_bytes(model.score(ids, starts), expected, "after backward")
-    model.gradient_checkpointing_enable()
-    assert_same_bytes(gradients(), plain, "checkpointed")
-    model.eval()
-    assert_same_bytes(gradients(), plain, "checkpointing, eval mode")
-    model.gradient_checkpointing_disable()
-    assert_same_bytes(gradients(), plain, "eval mode")
-    model.train()
-
-
 @pytest.mark.parametrize("name", ["dense", "moe", "tied"])
 def test_no_mode_matters(name: str) -> None:
-    assert_modes_agree(fresh(name))
+    assert_modes_agree(fresh(name), documents_of("small"))
 
 
-@pytest.mark.parametrize("fault", [_other_under_grad, _other_in_recomputation])
+@pytest.mark.parametrize("fault", [other_under_grad, other_in_recomputation])
 def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
     model = fresh("small")
     model.model.layers[1].input_norm.register_forward_hook(fault)
     with pytest.raises(LawBroken):
-        assert_modes_agree(model)
+        assert_modes_agree(model, documents_of("small"))
 
 
 class TestGradients:
@@ -547,18 +435,6 @@ class TestGradients:
         assert model.model.embed.weight.grad[:half].any()
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Rows that enter each op inside the block, by its contract's name."""
-    seen: Counter[str] = Counter()
-
-    def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:
-        seen[contract.name] += arguments["args"][0].shape[0]
-
-    with ops.watch(observe):
-        yield seen
-
-
 class TestRowsThatEnterEachOp:
     RECURRENT: ClassVar[dict[str, int]] = dict.fromkeys(("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm"), 3)
     CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through three recurrent layers and one other
@@ -588,12 +464,7 @@ class TestRowsThatEnterEachOp:
 
     @pytest.mark.parametrize("name", CALLS)
     def test_training_pushes_every_token_once(self, name: str) -> None:
-        ids, starts = packed(documents_of(name))
-        with counted() as seen:
-            trainer(name).score(ids, starts, entropy=True).log_prob_R.sum().backward()
-        trainer(name).zero_grad()
-        assert seen.pop("log_prob") == len(ids)
-        assert seen == {op: calls * len(ids) for op, calls in self.CALLS[name].items()}
+        assert rows_in_training(trainer(name), documents_of(name)) == {op: n * sum(LENGTHS) for op, n in self.CALLS[name].items()}
 
     def test_a_hidden_rerun_is_seen(self) -> None:
         document = documents_of("dense")[0]

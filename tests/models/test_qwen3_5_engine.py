@@ -7,13 +7,14 @@ import itertools
 import random
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import engine_harness
 import pytest
 import torch
-from engine_harness import numbers, scored, trained
+from engine_harness import Family, drive, numbers, poison, scored, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -34,16 +35,7 @@ CONFIGS = {
 KINDS = tuple(CONFIGS)
 
 
-@cache
-def twins(kind: str) -> tuple[Qwen35ForRL, Qwen35ForServing]:
-    names = {"seed": 1, "device": "cpu"}
-    return Qwen35ForRL.from_config(CONFIGS[kind], **names), Qwen35ForServing.from_config(CONFIGS[kind], **names)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
+tokens = partial(engine_harness.tokens, vocabulary=300)
 STEM = tokens(128, 99)
 REQUESTS: list[tuple[list[int], SamplingParams]] = [
     ([7], SamplingParams(seed=1, max_new_tokens=5)),
@@ -53,50 +45,12 @@ REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (STEM + [4], SamplingParams(temperature=0.6, top_p=0.8, top_k=20, seed=2**64 - 1, max_new_tokens=5)),
     (tokens(64, 4), SamplingParams(temperature=2.0, seed=5, max_new_tokens=4)),
 ]
+FAMILY = Family(CONFIGS, Qwen35ForRL, Qwen35ForServing, REQUESTS)
+twins, baseline, generate = FAMILY.twins, FAMILY.baseline, FAMILY.generate
 
 
 def engine(kind: str = "dense", **options: Any) -> Engine:
     return Engine(twins(kind)[1], **{"pages": 60, "page_size": 16, **options})
-
-
-@cache
-def baseline(kind: str) -> list[dict[str, Any]]:
-    """Every request alone, in one chunk, on pages of 64, nothing cached."""
-    return [
-        numbers(Engine(twins(kind)[1], pages=4, page_size=64, prefix_cache=False).generate([prompt], [params])[0])
-        for prompt, params in REQUESTS
-    ]
-
-
-def poison(engine: Engine) -> None:
-    """NaN in every free page and slot, and in the rows that a live chunk does not have yet."""
-    memory, pool = engine.scheduler.memory, engine.scheduler.pool
-    assert isinstance(memory, HybridMemory)
-    pages, slots = (torch.tensor(list(free), dtype=torch.int64) for free in (pool.free, pool.free_slots))
-    memory.paged.k_LPSGE[:, pages] = memory.paged.v_LPSGE[:, pages] = torch.nan
-    for state in (*memory.delta.pools.values(), memory.delta.carry_LSWC):
-        state[:, slots] = torch.nan
-    for request in engine.scheduler.running:
-        for name, rows in memory.delta.pools.items():
-            if "J" in name:
-                rows[:, request.slot, :, request.computed % 64 :] = torch.nan
-
-
-def drive(engine: Engine) -> list[Completion]:
-    """`run`, poisoned before each step; afterwards every slot is free."""
-    done = []
-    while engine.busy:
-        poison(engine)
-        done += engine.step()
-        held = [request.slot for request in engine.scheduler.running]
-        assert sorted([*held, *engine.scheduler.pool.free_slots]) == list(range(1, engine.scheduler.memory.slots + 1))
-    return done
-
-
-def generate(engine: Engine) -> list[dict[str, Any]]:
-    ids = [engine.add(*request) for request in REQUESTS]
-    done = {record.request_id: numbers(record) for record in drive(engine)}
-    return [done[request_id] for request_id in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -476,9 +430,7 @@ def test_an_update_starts_over() -> None:
     model = Qwen35ForServing.from_config(CONFIGS["dense"], seed=1, device="cpu")
     served = Engine(model, pages=60, page_size=16)
     first = served.generate(*zip(*REQUESTS))
-    other = Qwen35ForRL.from_config(CONFIGS["dense"], seed=2, device="cpu")
-    parameters = dict(other.named_parameters())
-    weights = [(p.published, p.of(parameters[entry.ours]).detach()) for entry, p in other.table_of().pieces()]
+    weights = FAMILY.weights("dense")
     served.update_weights(weights)
     trainer.load_weights(weights)
     before = served.stats.reused_rows

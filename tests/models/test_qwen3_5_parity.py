@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import parity_harness
 import pytest
 import torch
 import transformers
+from parity_harness import (
+    Checkpoints,
+    Float64Model,
+    assert_packed_parity,
+    assert_parity,
+    by_published_name,
+    gradients_of,
+    next_log_prob,
+    relative,
+    theirs,
+    whole,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -67,56 +79,29 @@ def randomise(model: nn.Module, seed: int) -> None:
             parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
 
 
-@cache
-def published(kind: str, seed: int, folder: Path, dtype: torch.dtype) -> Path:
-    """A checkpoint that transformers built, and saved in `dtype`."""
+def build(kind: str, seed: int) -> nn.Module:
     family, fields = {**KINDS, **CONDITIONED}[kind]
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}TextConfig")(**{**GEOMETRY, **fields}))
     randomise(model, seed)
-    path = folder / f"{kind}-{seed}-{dtype}".replace(", ", "-").replace(" ", "-")
-    model.to(dtype).save_pretrained(path)
-    return path
+    return model
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("published")
-    return lambda kind, seed=0, dtype=torch.float32: published(kind, seed, folder, dtype)
-
-
-def theirs(path: Path, dtype: torch.dtype) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("published"), build)
 
 
 def tokens(seed: int = 0, count: int = TOKENS) -> Tensor:
-    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(100 + seed))
+    return parity_harness.tokens(seed, count)
 
 
-def whole(ids: Tensor) -> Tensor:
-    return torch.tensor([0, len(ids)])
+class Float64Qwen35(Float64Model):
+    """The delta rule token by token, the convolution by torch."""
 
+    offset = 1.0
 
-def next_log_prob(logits_TV: Tensor, ids: Tensor) -> Tensor:
-    return logits_TV[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
-class Float64Qwen35:
-    """The architecture in plain float64 over our parameters' names: the delta rule token by token, the convolution by torch."""
-
-    def __init__(self, model: Qwen35ForRL) -> None:
-        self.config: Qwen35Config = model.config
-        self.p = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-        self.routes: list[Tensor] = []
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config.eps) * (1 + weight)
-
-    def rotated(self, x_THE: Tensor) -> Tensor:
-        c, half = self.config, self.config.rotated // 2
-        frequency = 1.0 / c.theta ** (torch.arange(0, c.rotated, 2).float() / c.rotated)
-        angle = (torch.arange(x_THE.shape[0]).float()[:, None] * frequency).double()[:, None]
-        a, b = x_THE[..., :half], x_THE[..., half : c.rotated]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), x_THE[..., c.rotated :]], -1)
+    def mixer(self, x: Tensor, layer: int) -> Tensor:
+        return (self.attention if self.config.full[layer] else self.delta)(x, f"model.layers.{layer}.mixer")
 
     def attention(self, x: Tensor, at: str) -> Tensor:
         c = self.config
@@ -124,12 +109,8 @@ class Float64Qwen35:
         queries, k, v = row.split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], 1)
         q, gate = queries.unflatten(1, (c.heads, 2, c.head_dim)).unbind(2)
         k, v = (t.unflatten(1, (c.kv_heads, c.head_dim)) for t in (k, v))
-        q, k = self.rotated(self.norm(q, self.p[f"{at}.norm.q"])), self.rotated(self.norm(k, self.p[f"{at}.norm.k"]))
-        k, v = (t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
-        scores = torch.einsum("qhe,khe->hqk", q, k) * c.head_dim**-0.5
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        out = torch.einsum("hqk,khe->qhe", scores.masked_fill(future, -torch.inf).softmax(-1), v)
-        return (out * gate.sigmoid()).flatten(1) @ self.p[f"{at}.out.weight"].T
+        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.rotated) for t, name in ((q, "q"), (k, "k")))
+        return (self.attended(q, k, v) * gate.sigmoid()).flatten(1) @ self.p[f"{at}.out.weight"].T
 
     def delta(self, x: Tensor, at: str) -> Tensor:
         c = self.config
@@ -141,7 +122,7 @@ class Float64Qwen35:
         q, k = (t.unflatten(1, (c.key_heads, c.key_dim)) for t in (q, k))
         q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
         v = v.unflatten(1, (c.value_heads, c.value_dim))
-        decay = (-self.p[f"{at}.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.dt_bias"])).exp()
+        decay = (-self.p[f"{at}.gate.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.gate.dt_bias"])).exp()
         beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
         for t in range(len(x)):
             state = state * decay[t, :, None, None]
@@ -149,44 +130,15 @@ class Float64Qwen35:
             state = state + k[t, :, :, None] * news[:, None]
             out.append(torch.einsum("vk,vke->ve", q[t], state) * c.key_dim**-0.5)
         o = torch.stack(out)
-        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + c.eps) * self.p[f"{at}.norm"]
+        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + c.eps) * self.p[f"{at}.norm.weight"]
         return (o * nn.functional.silu(z.unflatten(1, (c.value_heads, c.value_dim)))).flatten(1) @ self.p[f"{at}.out.weight"].T
 
-    def swiglu(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = (x @ gate_up.T).chunk(2, -1)
-        return (nn.functional.silu(gate) * up) @ down.T
-
     def mlp(self, x: Tensor, at: str) -> Tensor:
+        out = super().mlp(x, at)
         if not self.config.experts:
-            return self.swiglu(x, self.p[f"{at}.gate_up.weight"], self.p[f"{at}.down.weight"])
-        probabilities = (x @ self.p[f"{at}.router.weight"].T).softmax(-1)
-        weights, chosen = probabilities.topk(self.config.experts_per_token, -1)
-        self.routes.append(chosen)
-        share = torch.zeros_like(probabilities).scatter(1, chosen, weights / weights.sum(-1, keepdim=True))
-        gate_up, down = self.p[f"{at}.experts.gate_up"], self.p[f"{at}.experts.down"]
-        routed = sum(share[:, e, None] * self.swiglu(x, gate_up[e], down[e]) for e in range(self.config.experts))
+            return out
         shared = self.swiglu(x, self.p[f"{at}.shared.gate_up.weight"], self.p[f"{at}.shared.down.weight"])
-        return routed + shared * (x @ self.p[f"{at}.shared_gate.weight"].T).sigmoid()
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.p["model.embed.weight"][ids]
-        for i, full in enumerate(self.config.full):
-            at = f"model.layers.{i}"
-            mixer = self.attention if full else self.delta
-            x = x + mixer(self.norm(x, self.p[f"{at}.input_norm.weight"]), f"{at}.mixer")
-            x = x + self.mlp(self.norm(x, self.p[f"{at}.post_norm.weight"]), f"{at}.mlp")
-        return self.norm(x, self.p["model.norm.weight"])
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return self.hidden(ids) @ self.p["model.embed.weight" if self.config.tied else "model.head.weight"].T
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def by_published_name(model: Qwen35ForRL, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    return {piece.published: piece.of(of(entry.ours)) for entry, piece in model.table_of().pieces()}
+        return out + shared * (x @ self.p[f"{at}.shared_gate.weight"].T).sigmoid()
 
 
 class TestParity:
@@ -194,35 +146,20 @@ class TestParity:
 
     @pytest.mark.parametrize("kind", KINDS)
     @torch.no_grad()
-    def test_logits_and_log_probs(self, checkpoint: Callable[..., Path], kind: str) -> None:
-        ids = tokens()
+    def test_logits_and_log_probs(self, checkpoint: Checkpoints, kind: str) -> None:
         model = zoo.load(checkpoint(kind), **FP32)
         assert isinstance(model, Qwen35ForRL)
-        expected = theirs(checkpoint(kind), torch.float32)(ids[None]).logits[0]
-        logits = model(ids, cu_seqlens=whole(ids)).logits
-        assert expected.abs().max() > 2 and logits.std() > 0.3  # not a comparison of zeros
-        assert (logits - expected).abs().max() <= 1e-3
-        assert (model.score(ids, whole(ids))[:-1] - next_log_prob(expected, ids)).abs().max() <= 1e-3
-        # the control: other weights, one token moved
-        other = theirs(checkpoint(kind, 1), torch.float32)(ids[None]).logits[0]
-        assert (logits - other).abs().max() > 0.1
-        ids[5] = (ids[5] + 1) % 256
-        assert (model(ids, cu_seqlens=whole(ids)).logits - expected)[5:].abs().max() > 0.1
+        assert_parity(model, checkpoint(kind), checkpoint(kind, 1), tokens(), 1e-3)
 
     @pytest.mark.parametrize("kind", ["dense", "moe"])
     @torch.no_grad()
-    def test_padded_and_packed(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_padded_and_packed(self, checkpoint: Checkpoints, kind: str) -> None:
         model, reference = zoo.load(checkpoint(kind), **FP32), theirs(checkpoint(kind), torch.float32)
-        documents = [tokens(1, 70), tokens(2, 5), tokens(3, 18)]
-        expected = torch.cat([next_log_prob(reference(d[None]).logits[0], d) for d in documents])
-        starts = torch.tensor([0, 70, 75, 93])
-        scored = model.score(torch.cat(documents), starts)
-        kept = torch.ones(93, dtype=torch.bool).index_fill(0, starts[1:] - 1, False)
-        assert (scored[kept] - expected).abs().max() <= 1e-3
+        assert_packed_parity(model, reference, [tokens(1, 70), tokens(2, 5), tokens(3, 18)], 1e-3)
 
     @pytest.mark.parametrize("kind", KINDS)
     @torch.no_grad()
-    def test_the_float64_model_is_the_architecture(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_the_float64_model_is_the_architecture(self, checkpoint: Checkpoints, kind: str) -> None:
         """So that what follows measures errors and not a misunderstanding.
 
         Running sums of log-decay reach hundreds, in ours as in theirs: an ulp of 256 is 3e-5, and exponentials err by as much.
@@ -234,7 +171,7 @@ class TestParity:
         assert mine <= 5e-4 and their <= 1e-3
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_gradients(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_gradients(self, checkpoint: Checkpoints, kind: str) -> None:
         """FP32 against float64 autograd, and theirs beside it: a decay's gradient is a sum of terms that nearly cancel."""
         ids, model = tokens(count=100), zoo.load(checkpoint(kind), **FP32)
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
@@ -242,8 +179,7 @@ class TestParity:
         (-next_log_prob(exact.logits(ids), ids).mean()).backward()
         reference = theirs(checkpoint(kind), torch.float32)
         reference(ids[None], labels=ids[None]).loss.backward()
-        parameters = dict(model.named_parameters())
-        found = by_published_name(model, lambda name: parameters[name].grad)
+        found = gradients_of(model)
         wanted = by_published_name(model, lambda name: exact.p[name].grad)
         their = {name: p.grad for name, p in reference.named_parameters()}
         assert set(found) == set(their)
@@ -254,63 +190,37 @@ class TestParity:
         # the control: the gradient of other tokens
         model.zero_grad()
         (-model.score(ids.roll(1), whole(ids))[:-1].mean()).backward()
-        moved = by_published_name(model, lambda name: parameters[name].grad)
+        moved = gradients_of(model)
         assert min(relative(moved[name], wanted[name]) for name in errors) > 1e-2
 
 
-class Run:
-    """One BF16 checkpoint through ours, theirs and float64."""
-
+class Run(parity_harness.Run):
     def __init__(self, path: Path, ids: Tensor) -> None:
-        self.ids, self.ours, self.theirs = ids, zoo.load(path, device="cpu"), theirs(path, torch.bfloat16)
-        self.exact = Float64Qwen35(self.ours)
-        chosen: list[Tensor] = []
-        flipped: list[Tensor] = []
-
-        def observe(contract: Any, arguments: Any, result: Any) -> None:
-            if contract.name == "route":
-                chosen.append(result[1])
-
-        with torch.no_grad(), zoo.common.ops.watch(observe):
-            self.hidden = self.ours(ids, cu_seqlens=whole(ids)).hidden_states
-        if self.ours.config.experts:
-            for layer in self.theirs.model.layers:
-                layer.mlp.gate.register_forward_hook(lambda module, inputs, output: flipped.append(output[2]))
-        with torch.no_grad():
-            self.their_hidden = self.theirs(ids[None], output_hidden_states=True).hidden_states[-1][0]
-            self.exact_hidden = self.exact.hidden(ids)
-        same = [(a.sort(-1)[0] == b.sort(-1)[0]).all(-1) for found in (chosen, flipped) for a, b in zip(found, self.exact.routes)]
-        self.same_experts = torch.stack(same).all(0) if same else torch.ones(len(ids), dtype=torch.bool)
+        super().__init__(path, ids, Float64Qwen35)
 
     def errors(self, rounded: bool = False) -> Tensor:
         """Squared errors of final rows, ours and theirs, where all three chose the same experts."""
         ours = (self.hidden.view(torch.int16) & ~31).view(torch.bfloat16) if rounded else self.hidden
-        return torch.stack([(x.double() - self.exact_hidden)[self.same_experts].square().mean() for x in (ours, self.their_hidden)])
+        return torch.stack([(x.double() - self.exact_hidden)[self.same_experts_T].square().mean() for x in (ours, self.their_hidden)])
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_bf16_errs_no_more_than_transformers(checkpoint: Callable[..., Path], kind: str) -> None:
+def test_bf16_errs_no_more_than_transformers(checkpoint: Checkpoints, kind: str) -> None:
     """Root mean square over several checkpoints."""
     runs = [Run(checkpoint(kind, seed, torch.bfloat16), tokens(seed)) for seed in range(5)]
     ours, their = torch.stack([run.errors() for run in runs]).mean(0).sqrt().tolist()
     assert 0 < ours <= their
-    assert all(int(run.same_experts.sum()) > TOKENS // 2 for run in runs)
+    assert all(int(run.same_experts_T.sum()) > TOKENS // 2 for run in runs)
     coarse = torch.stack([run.errors(rounded=True) for run in runs]).mean(0).sqrt()[0]
     assert coarse > their  # the control: final rows cut to 3 bits
 
 
-def test_bf16_gradients(checkpoint: Callable[..., Path]) -> None:
+def test_bf16_gradients(checkpoint: Checkpoints) -> None:
     """Relative errors against float64 over all parameters of several checkpoints: ours on average below theirs."""
     mine, their, coarse = [], [], []
     for seed in range(4):
         run = Run(checkpoint("dense, large eps", seed, torch.bfloat16), tokens(seed, 100))
-        ids, parameters = run.ids, dict(run.ours.named_parameters())
-        (-run.ours.score(ids, whole(ids))[:-1].mean()).backward()
-        (-next_log_prob(run.exact.logits(ids), ids).mean()).backward()
-        run.theirs(ids[None], labels=ids[None]).loss.backward()
-        wanted = by_published_name(run.ours, lambda name, run=run: run.exact.p[name].grad)
-        found = by_published_name(run.ours, lambda name, parameters=parameters: parameters[name].grad)
-        reference = {name: p.grad for name, p in run.theirs.named_parameters()}
+        found, reference, wanted = run.gradients(run.ours), run.their_gradients(), run.exact_gradients()
         mine += [relative(found[name], value) for name, value in wanted.items()]
         their += [relative(reference[name], value) for name, value in wanted.items()]
         cut = {name: (g.bfloat16().view(torch.int16) & ~31).view(torch.bfloat16) for name, g in found.items()}
@@ -351,7 +261,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def test_experts_stacked_and_one_by_one_load_alike(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_experts_stacked_and_one_by_one_load_alike(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """And both come back as they were."""
     path = checkpoint("moe")
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in tensors_of(path)
@@ -380,13 +290,13 @@ def test_round_trip(arch: str, vision: bool, tmp_path: Path) -> None:
     trainer, server = zoo.load(path, device="cpu"), zoo.load(path, role="serving", device="cpu")
     assert isinstance(trainer, Qwen35ForRL) and isinstance(server, Qwen35ForServing)
     mixer = trainer.model.layers[0].mixer
-    assert {p.dtype for p in (mixer.a_log, mixer.dt_bias, mixer.norm)} == {torch.float32}
-    assert torch.equal(mixer.a_log, tensors_of(path)[f"{root}.layers.0.linear_attn.A_log"])
+    assert {p.dtype for p in (mixer.gate.a_log, mixer.gate.dt_bias, mixer.norm.weight)} == {torch.float32}
+    assert torch.equal(mixer.gate.a_log, tensors_of(path)[f"{root}.layers.0.linear_attn.A_log"])
     trainer.fingerprint().check(server.fingerprint())
     trainer.save_pretrained(tmp_path / "same")
     assert contents(tmp_path / "same") == contents(path)
     with torch.no_grad():
-        mixer.a_log.add_(1e-6)
+        mixer.gate.a_log.add_(1e-6)
     trainer.save_pretrained(tmp_path / "trained")
     changed, before = tensors_of(tmp_path / "trained"), tensors_of(path)
     assert [name for name in before if not torch.equal(changed[name], before[name])] == [f"{root}.layers.0.linear_attn.A_log"]
@@ -404,10 +314,10 @@ def test_the_wrapped_config_is_the_text_model(tmp_path: Path) -> None:
     assert torch.equal(scored[0], scored[1]) and not torch.equal(scored[0], scored[2])
 
 
-def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = checkpoint("dense", 0, torch.bfloat16)
     model = zoo.load(path, device="cpu")
-    assert model.model.layers[0].mixer.dt_bias.dtype == torch.float32 and model.program.dtype == "bfloat16"
+    assert model.model.layers[0].mixer.gate.dt_bias.dtype == torch.float32 and model.program.dtype == "bfloat16"
     model.save_pretrained(tmp_path / "same")
     assert contents(tmp_path / "same") == contents(path)
 
@@ -432,7 +342,7 @@ def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Callable[...
         ),
     ],
 )
-def test_other_tensors_are_refused(checkpoint: Callable[..., Path], tmp_path: Path, change: Any, message: str) -> None:
+def test_other_tensors_are_refused(checkpoint: Checkpoints, tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         zoo.load(rewritten(checkpoint("dense"), tmp_path / "spoiled", change), **FP32)
     assert "\n" not in str(caught.value)

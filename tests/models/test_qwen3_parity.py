@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import parity_harness
 import pytest
 import torch
 import transformers
+from parity_harness import (
+    Checkpoints,
+    Float64Model,
+    assert_packed_parity,
+    assert_parity,
+    gradients_of,
+    relative,
+    theirs,
+    whole,
+)
 from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.memory import KeyValues, PackedKeyValues, PackedMemory
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
-from zoo.qwen3 import Qwen3Config, Qwen3ForRL
+from zoo.qwen3 import Qwen3ForRL
 
 TOKENS = 120
 SIZES: dict[str, Any] = {
@@ -39,9 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@cache
-def published(kind: str, seed: int, folder: Path, dtype: torch.dtype) -> Path:
-    """A checkpoint that transformers built, and saved in `dtype`, every parameter drawn at a realistic scale."""
+def build(kind: str, seed: int) -> nn.Module:
+    """Every parameter at a realistic scale."""
     family, fields = KINDS[kind]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **fields})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -50,88 +58,29 @@ def published(kind: str, seed: int, folder: Path, dtype: torch.dtype) -> Path:
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=random)
             parameter.copy_(1 + 0.1 * drawn if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5)
-    path = folder / f"{kind}-{seed}-{dtype}".replace(", ", "-").replace(" ", "-")
-    model.to(dtype).save_pretrained(path)
-    return path
+    return model
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("published")
-    return lambda kind, seed=0, dtype=torch.float32: published(kind, seed, folder, dtype)
-
-
-def theirs(path: Path, dtype: torch.dtype) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("published"), build)
 
 
 def tokens(seed: int = 0, count: int = TOKENS) -> Tensor:
-    return torch.randint(256, (count,), generator=torch.Generator().manual_seed(100 + seed))
+    return parity_harness.tokens(seed, count)
 
 
-class Float64Qwen3:
-    """The architecture in a few lines of float64, over our parameters' names. Cosines are of FP32 angles, as everywhere."""
-
+class Float64Qwen3(Float64Model):
     def __init__(self, model: Qwen3ForRL) -> None:
-        self.config: Qwen3Config = model.config
-        self.p = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-        self.routes: list[Tensor] = []
+        super().__init__(model)
+        self.renormalise = model.config.renormalise
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config.eps) * weight
-
-    def rotated(self, x_THE: Tensor) -> Tensor:
-        half = self.config.head_dim // 2
-        frequency = 1.0 / self.config.theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))
-        angle = (torch.arange(x_THE.shape[0]).float()[:, None] * frequency).double()[:, None]
-        a, b = x_THE[..., :half], x_THE[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    def attention(self, x: Tensor, at: str) -> Tensor:
-        c = self.config
+    def mixer(self, x: Tensor, layer: int) -> Tensor:
+        c, at = self.config, f"model.layers.{layer}.attention"
         heads = (x @ self.p[f"{at}.qkv.weight"].T).unflatten(1, (-1, c.head_dim))
         q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        q, k = self.rotated(self.norm(q, self.p[f"{at}.norm.q"])), self.rotated(self.norm(k, self.p[f"{at}.norm.k"]))
-        k, v = (t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
-        scores = torch.einsum("qhe,khe->hqk", q, k) * c.head_dim**-0.5
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khe->qhe", weights, v).flatten(1) @ self.p[f"{at}.out.weight"].T
-
-    def swiglu(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = (x @ gate_up.T).chunk(2, -1)
-        return (nn.functional.silu(gate) * up) @ down.T
-
-    def mlp(self, x: Tensor, at: str) -> Tensor:
-        if not self.config.experts:
-            return self.swiglu(x, self.p[f"{at}.gate_up.weight"], self.p[f"{at}.down.weight"])
-        probabilities = (x @ self.p[f"{at}.router.weight"].T).softmax(-1)
-        weights, chosen = probabilities.topk(self.config.experts_per_token, -1)
-        self.routes.append(chosen)
-        weights = weights / weights.sum(-1, keepdim=True) if self.config.renormalise else weights
-        share = torch.zeros_like(probabilities).scatter(1, chosen, weights)
-        gate_up, down = self.p[f"{at}.experts.gate_up"], self.p[f"{at}.experts.down"]
-        return sum(share[:, e, None] * self.swiglu(x, gate_up[e], down[e]) for e in range(self.config.experts))
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.p["model.embed.weight"][ids]
-        for i in range(self.config.layers):
-            at = f"model.layers.{i}"
-            x = x + self.attention(self.norm(x, self.p[f"{at}.input_norm.weight"]), f"{at}.attention")
-            x = x + self.mlp(self.norm(x, self.p[f"{at}.post_norm.weight"]), f"{at}.mlp")
-        return self.norm(x, self.p["model.norm.weight"])
-
-    def logits(self, ids: Tensor) -> Tensor:
-        head = self.p["model.embed.weight" if self.config.tied else "model.head.weight"]
-        return self.hidden(ids) @ head.T
-
-
-def next_log_prob(logits_TV: Tensor, ids: Tensor) -> Tensor:
-    return logits_TV[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
-def whole(ids: Tensor) -> Tensor:
-    return torch.tensor([0, len(ids)])
+        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.head_dim) for t, name in ((q, "q"), (k, "k")))
+        return self.attended(q, k, v).flatten(1) @ self.p[f"{at}.out.weight"].T
 
 
 class TestParity:
@@ -139,31 +88,17 @@ class TestParity:
 
     @pytest.mark.parametrize("kind", KINDS)
     @torch.no_grad()
-    def test_logits_and_log_probs(self, checkpoint: Callable[..., Path], kind: str) -> None:
-        ids = tokens()
+    def test_logits_and_log_probs(self, checkpoint: Checkpoints, kind: str) -> None:
         model = Qwen3ForRL.from_pretrained(checkpoint(kind), program="transformers", dtype=torch.float32, device="cpu")
-        expected = theirs(checkpoint(kind), torch.float32)(ids[None]).logits[0]
-        logits = model(ids, cu_seqlens=whole(ids)).logits
-        assert expected.abs().max() > 2 and logits.std() > 0.3  # not a comparison of zeros
-        assert (logits - expected).abs().max() <= 5e-5
-        assert (model.score(ids, whole(ids))[:-1] - next_log_prob(expected, ids)).abs().max() <= 5e-5
-        # the control: other weights, one token moved
-        other = theirs(checkpoint(kind, 1), torch.float32)(ids[None]).logits[0]
-        assert (logits - other).abs().max() > 0.1
-        ids[5] = (ids[5] + 1) % 256
-        assert (model(ids, cu_seqlens=whole(ids)).logits - expected)[5:].abs().max() > 0.1
+        assert_parity(model, checkpoint(kind), checkpoint(kind, 1), tokens(), 5e-5)
 
     @pytest.mark.parametrize("kind", ["dense", "moe"])
     @torch.no_grad()
-    def test_padded_and_packed(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_padded_and_packed(self, checkpoint: Checkpoints, kind: str) -> None:
         model = Qwen3ForRL.from_pretrained(checkpoint(kind), program="transformers", dtype=torch.float32, device="cpu")
         documents = [tokens(1, 31), tokens(2, 5), tokens(3, 18)]
         reference = theirs(checkpoint(kind), torch.float32)
-        expected = torch.cat([next_log_prob(reference(d[None]).logits[0], d) for d in documents])
-        starts = torch.tensor([0, 31, 36, 54])
-        scored = model.score(torch.cat(documents), starts)
-        kept = torch.ones(54, dtype=torch.bool).index_fill(0, starts[1:] - 1, False)
-        assert (scored[kept] - expected).abs().max() <= 5e-5
+        assert_packed_parity(model, reference, documents, 5e-5)
         padded = nn.utils.rnn.pad_sequence(documents, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(d) for d in documents], batch_first=True)
         labels = torch.where(mask.bool(), padded, -100)
@@ -171,14 +106,14 @@ class TestParity:
         assert abs(loss - reference(padded, attention_mask=mask, labels=labels).loss) <= 5e-5
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_gradients(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_gradients(self, checkpoint: Checkpoints, kind: str) -> None:
         """FP32 autograd of both; sums of some hundred FP32 products differ by a few times 2^-24 of their terms."""
         ids = tokens()
         model = Qwen3ForRL.from_pretrained(checkpoint(kind), program="transformers", dtype=torch.float32, device="cpu")
         reference = theirs(checkpoint(kind), torch.float32)
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
         reference(ids[None], labels=ids[None]).loss.backward()
-        found = gradients_by_published_name(model)
+        found = gradients_of(model)
         wanted = {name: p.grad for name, p in reference.named_parameters()}
         for name, gradient in unstacked(wanted).items():
             assert relative(found[name], gradient) < 1e-4, name
@@ -186,21 +121,11 @@ class TestParity:
 
     @pytest.mark.parametrize("kind", KINDS)
     @torch.no_grad()
-    def test_the_float64_model_is_the_architecture(self, checkpoint: Callable[..., Path], kind: str) -> None:
+    def test_the_float64_model_is_the_architecture(self, checkpoint: Checkpoints, kind: str) -> None:
         """So that what follows measures errors and not a misunderstanding."""
         model = Qwen3ForRL.from_pretrained(checkpoint(kind), program="transformers", dtype=torch.float32, device="cpu")
         expected = theirs(checkpoint(kind), torch.float32)(tokens()[None]).logits[0]
         assert (Float64Qwen3(model).logits(tokens()) - expected).abs().max() <= 5e-5
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def gradients_by_published_name(model: Qwen3ForRL) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters())
-    pieces = [(entry, piece) for entry, piece in model.table_of().pieces()]
-    return {piece.published: piece.of(parameters[entry.ours].grad) for entry, piece in pieces}
 
 
 def unstacked(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -238,57 +163,18 @@ def eight_bit(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.float8_e4m3fn).to(output.dtype)
 
 
-class Run:
-    """One BF16 checkpoint through ours, theirs and float64.
-
-    `comparable_T`: rows up to the first that anybody sends to other experts. Later rows read what that one wrote.
-    """
+class Run(parity_harness.Run):
+    """`comparable_T`: rows up to the first that anybody sends to other experts. Later rows read what that one wrote."""
 
     def __init__(self, path: Path, ids: Tensor) -> None:
-        self.ids = ids
-        self.ours = Qwen3ForRL.from_pretrained(path, device="cpu")
-        self.theirs = theirs(path, torch.bfloat16)
-        self.float64 = Float64Qwen3(self.ours)
-        routes: list[Tensor] = []
-        for layer in self.theirs.model.layers if self.ours.config.experts else ():
-            layer.mlp.gate.register_forward_hook(lambda module, inputs, output: routes.append(output[2]))
-        with torch.no_grad():
-            self.hidden, self.log_prob = self.our_rows(routes)
-            out = self.theirs(ids[None], output_hidden_states=True)
-            self.their_hidden, self.their_log_prob = out.hidden_states[-1][0], next_log_prob(out.logits[0].float(), ids)
-            self.hidden64 = self.float64.hidden(ids)
-            self.log_prob64 = next_log_prob(self.float64.logits(ids), ids)
-        wanted = self.float64.routes[: self.ours.config.layers]
-        same = [(a.sort(-1)[0] == b.sort(-1)[0]).all(-1) for a, b in zip(routes, wanted * 2, strict=True)]
-        self.comparable_T = torch.stack(same).all(0).cumprod(0).bool() if same else torch.ones(len(ids), dtype=torch.bool)
-
-    def our_rows(self, routes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:
-            if contract.name == "route":
-                routes.append(result[1])
-
-        with ops.watch(observe):
-            hidden = self.ours(self.ids, cu_seqlens=whole(self.ids)).hidden_states
-        return hidden, self.ours.score(self.ids, whole(self.ids))[:-1]
+        super().__init__(path, ids, Float64Qwen3)
+        self.comparable_T = self.same_experts_T.cumprod(0).bool()
 
     def errors(self, hidden: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """Squared errors against float64 of comparable final rows and log-probabilities."""
         rows, scored = self.comparable_T, self.comparable_T[:-1]
-        by_row = (hidden.double() - self.hidden64).square().mean(-1)
-        return by_row[rows], (log_prob.double() - self.log_prob64).square()[scored]
-
-    def gradients(self, model: Qwen3ForRL) -> dict[str, Tensor]:
-        (-model.score(self.ids, whole(self.ids))[:-1].mean()).backward()
-        return gradients_by_published_name(model)
-
-    def their_gradients(self) -> dict[str, Tensor]:
-        self.theirs(self.ids[None], labels=self.ids[None]).loss.backward()
-        return unstacked({name: p.grad for name, p in self.theirs.named_parameters()})
-
-    def gradients64(self) -> dict[str, Tensor]:
-        (-next_log_prob(self.float64.logits(self.ids), self.ids).mean()).backward()
-        p = self.float64.p
-        return {piece.published: piece.of(p[entry.ours].grad) for entry, piece in self.ours.table_of().pieces()}
+        by_row = (hidden.double() - self.exact_hidden).square().mean(-1)
+        return by_row[rows], (log_prob.double() - self.exact_log_prob).square()[scored]
 
 
 def pooled(errors: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -297,7 +183,7 @@ def pooled(errors: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_bf16_errs_no_more_than_transformers(checkpoint: Callable[..., Path], kind: str) -> None:
+def test_bf16_errs_no_more_than_transformers(checkpoint: Checkpoints, kind: str) -> None:
     """Root mean square errors against float64 over several checkpoints.
 
     Both round every activation to BF16; transformers also rounds inside norms, rotation, SwiGLU and softmax, and its logits.
@@ -322,14 +208,14 @@ GRADIENT_BOUND = 0.06
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_bf16_gradients_against_float64(checkpoint: Callable[..., Path], kind: str) -> None:
+def test_bf16_gradients_against_float64(checkpoint: Checkpoints, kind: str) -> None:
     ours: list[float] = []
     their: list[float] = []
     for seed in range(8):
         run = Run(checkpoint(kind, seed, torch.bfloat16), tokens(seed, 20))
         if not run.comparable_T.all():
             continue  # another expert, another gradient
-        found, reference, wanted = run.gradients(run.ours), run.their_gradients(), run.gradients64()
+        found, reference, wanted = run.gradients(run.ours), unstacked(run.their_gradients()), run.exact_gradients()
         for name, gradient in wanted.items():
             if not gradient.any():
                 assert not found[name].any(), f"{name} has no gradient in float64"
@@ -342,16 +228,16 @@ def test_bf16_gradients_against_float64(checkpoint: Callable[..., Path], kind: s
     assert sum(ours) <= sum(their), (sum(ours) / len(ours), sum(their) / len(their))
 
 
-def test_a_gradient_that_is_cut_is_caught(checkpoint: Callable[..., Path]) -> None:
+def test_a_gradient_that_is_cut_is_caught(checkpoint: Checkpoints) -> None:
     path = checkpoint("dense", 0, torch.bfloat16)
     run = Run(path, tokens(0, 20))
-    broken, wanted = run.gradients(ForgetsKeys.from_pretrained(path, device="cpu")), run.gradients64()
+    broken, wanted = run.gradients(ForgetsKeys.from_pretrained(path, device="cpu")), run.exact_gradients()
     beyond = {name for name, gradient in wanted.items() if relative(broken[name], gradient) >= GRADIENT_BOUND}
     assert "model.layers.1.self_attn.k_proj.weight" in beyond and "model.layers.1.self_attn.v_proj.weight" not in beyond
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_has_a_finite_gradient_or_is_an_unused_expert(checkpoint: Callable[..., Path], kind: str) -> None:
+def test_every_parameter_has_a_finite_gradient_or_is_an_unused_expert(checkpoint: Checkpoints, kind: str) -> None:
     model, ids, used = Qwen3ForRL.from_pretrained(checkpoint(kind, 0, torch.bfloat16), device="cpu"), tokens(0, 3), set()
     layers = iter(range(model.config.layers))
 
@@ -363,7 +249,7 @@ def test_every_parameter_has_a_finite_gradient_or_is_an_unused_expert(checkpoint
     with ops.watch(observe):
         scores = model.score(ids, whole(ids), entropy=True)
     (scores.log_prob_R + scores.entropy_R).sum().backward()
-    found = gradients_by_published_name(model)
+    found = gradients_of(model)
     without = {name for name, gradient in found.items() if not gradient.any()}
     unused = {name for name in found if ".experts." in name and not name.startswith(tuple(used))}
     assert without == unused and all(gradient.isfinite().all() for gradient in found.values())

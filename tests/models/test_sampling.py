@@ -83,6 +83,7 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
         ({"temperature": math.inf}, "inf"),
         ({"temperature": True}, "True"),
         ({"top_k": -2}, "-2"),
+        ({"top_k": 1 << 63}, "9223372036854775808"),
         ({"top_k": 2.5}, "2.5"),
         ({"top_p": 0.0}, "0.0"),
         ({"top_p": 1.5}, "1.5"),
@@ -92,6 +93,10 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
         ({"seed": 2**64}, str(2**64)),
         ({"max_new_tokens": 0}, "0"),
         ({"stop_token_ids": (3, -4)}, "-4"),
+        ({"stop_token_ids": 5}, "5"),
+        ({"stop_token_ids": None}, "None"),
+        ({"temperature": 10**400}, "1" + 20 * "0"),
+        ({"top_p": -(10**400)}, "-1" + 20 * "0"),
         ({"ignore_eos": 1}, "1"),
     ],
 )

@@ -91,17 +91,22 @@ BAD: dict[str, tuple[Callable[[Qwen3ForRL], Any], str]] = {
         lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor(0)),
         "num_items_in_batch must be above 0, it is 0",
     ),
+    "two items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor([1, 2])), "must be one number, not a tensor of 2"),
+    "text items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch="3"), "num_items_in_batch must be one number, not str"),
     "checkpointing settings": (
         lambda m: m.gradient_checkpointing_enable({"use_reentrant": True}),
         "has the setting use_reentrant=False only, not {'use_reentrant': True}",
     ),
     "unknown checkpointing settings": (lambda m: m.gradient_checkpointing_enable({"offload": 1}), "not {'offload': 1}"),
     "a dict of sampling": (lambda m: m.score(IDS, STARTS, sampling={"top_p": 0.5}), "sampling must be SamplingParams, .* not dict"),
+    "a number of sampling": (lambda m: m.score(IDS, STARTS, sampling=5), "sampling must be SamplingParams, .* not int"),
     "sampling count": (
         lambda m: m.score(IDS, STARTS, sampling=[SamplingParams()] * 3),
         "3 sampling parameters for 2 documents",
     ),
     "top_k": (lambda m: m.score(IDS, STARTS, top_k=301), "top_k must be between 1 and the vocabulary of 300, not 301"),
+    "fraction of top_k": (lambda m: m.score(IDS, STARTS, top_k=1.5), "top_k must be an integer, not 1.5"),
+    "bool top_k": (lambda m: m.score(IDS, STARTS, top_k=True), "top_k must be an integer, not True"),
     "negative top_k": (lambda m: m.score(IDS, STARTS, top_k=-2), "top_k must be between 1 and the vocabulary of 300, not -2"),
 }
 

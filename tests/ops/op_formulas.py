@@ -44,6 +44,22 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
+def tensor_core_product(x_RK: Tensor, weight_NK: Tensor, spare_bits: int = 2, sum_bits: int = 24) -> Tensor:
+    """x W^T of BF16 values in float64, as a tensor core adds: 16 products and the sum so far are cut to `spare_bits` below the largest
+    one's last FP32 bit and added, and the sum is cut to `sum_bits`, both towards zero."""
+
+    def cut(terms: Tensor, largest: Tensor, bits: int) -> Tensor:
+        unit = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - bits)
+        return (terms / unit).trunc() * unit
+
+    total = x_RK.new_zeros(x_RK.shape[0], weight_NK.shape[0])
+    for x, weight in zip(x_RK.split(16, 1), weight_NK.split(16, 1), strict=True):
+        terms = torch.cat([x[:, None] * weight[None], total[..., None]], -1)
+        exact = cut(terms, terms.abs().amax(-1, keepdim=True), 24 + spare_bits).sum(-1)
+        total = cut(exact, exact.abs(), sum_bits)
+    return total
+
+
 # the references, without the closed-form backward of the public ops
 
 

@@ -166,6 +166,9 @@ def test_helpers_catch_bare_faults() -> None:
     summed = rows_at(lambda args: args["x"] + args["x"].sum(0), {"x": x}, ["x"])
     with pytest.raises(LawBroken, match="place law: padded against alone"):
         assert_place_law(summed, {"alone": Place(), "padded": Place(2, 3, 1.0, live=True)})
+    for nothing, why in ((x[:0], "no element"), (x * torch.nan, "NaN alone")):
+        with pytest.raises(LawBroken, match=why):
+            assert_split_law(lambda plan, nothing=nothing: nothing, split_plans([3]))
     assert [t.shape for _, t in tensors([x, {"k": (x, None)}])] == [x.shape] * 2
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import decimal
 import itertools
 import math
 from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from op_formulas import TEXTBOOK, promoted, relative_error
+from op_formulas import TEXTBOOK, promoted, relative_error, tensor_core_product
 from torch import Tensor
 
 from zoo.common import ops
@@ -19,6 +21,7 @@ from zoo.common.ops.cases import Case, Trial, cases_of
 from zoo.common.ops.combine.reference import contributor_tree, round_double
 from zoo.common.ops.experts.reference import experts_backward
 from zoo.common.ops.log_prob.reference import group_stats, merge_groups
+from zoo.common.ops.rope.table import cosine_and_sine
 from zoo.common.ops.trees import padded_width, pair_tree
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -30,6 +33,16 @@ ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 BF16_BOUND = 2.0**-8
 # FP32 outputs: at most 2^-24 a step over sums of 2048 terms, errors of random sign
 FP32_BOUND = 2.0**-20
+
+
+def _limit(case: Case, args: Any, device: str, dtype: torch.dtype) -> float:
+    """The relative error that an output of `dtype` may have."""
+    if dtype != torch.float32:
+        return BF16_BOUND
+    if device == "cuda" and case.op == "linear":
+        # a tensor core cuts its sum after every 16 products, towards zero: each cut loses 2^-24 of it on average, and they add up
+        return max(FP32_BOUND, args["weight_NK"].shape[1] / 16 * 2.0**-24)
+    return FP32_BOUND
 
 
 def _cases(device: str = "cpu") -> list[Any]:
@@ -46,25 +59,38 @@ def test_reference_is_the_textbook(case: Case) -> None:
         assert relative_error(found, exact) <= 1e-12, name
 
 
-def _accuracy(case: Case, device: str, bound: float) -> None:
+def _accuracy(case: Case, device: str) -> None:
     args, program = case.make(1, device, torch.bfloat16), resolve("aligned", device, torch.bfloat16)
     wide = promoted(case.make(1, "cpu", torch.bfloat16))
     exact = tensors(Trial(case, ALIGNED, wide, TEXTBOOK).call())
     for (name, found), (_, value) in zip(tensors(Trial(case, program, args).call()), exact, strict=True):
-        limit = FP32_BOUND if found.dtype == torch.float32 else bound
+        limit = _limit(case, args, device, found.dtype)
         error = relative_error(found.cpu(), value)
         assert error <= limit, f"{name}: {error:.1e} > {limit:.1e}"
 
 
 @pytest.mark.parametrize("case", [p for p in _cases() if p.values[0].kind != "subnormal"])
 def test_accuracy_in_bf16(case: Case) -> None:
-    _accuracy(case, "cpu", BF16_BOUND)
+    _accuracy(case, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [p for p in _cases() if p.values[0].kind != "subnormal" and p.values[0].runs_on("cuda")])
 def test_accuracy_on_cuda(case: Case) -> None:
-    _accuracy(case, "cuda", BF16_BOUND)
+    _accuracy(case, "cuda")
+
+
+@pytest.mark.parametrize(("name", "seen"), [("K 1024, float32 out", 1.11e-6), ("K 1030, cancelling", 9.73e-7)])
+def test_a_tensor_core_errs_more_than_a_chain(name: str, seen: float) -> None:
+    """Why CUDA's products have a limit of their own: the model of one gives the error seen on an H200, to a percent."""
+    case = next(c for c in cases_of("linear", ALIGNED) if c.name == name)
+    args = case.make(1, "cpu", torch.bfloat16)
+    x, weight = args["x_RK"].double(), args["weight_NK"].double()
+    error = relative_error(tensor_core_product(x, weight), x @ weight.T)
+    limit = _limit(case, args, "cuda", torch.float32)
+    assert abs(error - seen) < 0.01 * seen and FP32_BOUND == _limit(case, args, "cpu", torch.float32) < error < limit / 3
+    # the control: an accumulator of 14 significant bits, as FP8 products have, misses the limit
+    assert relative_error(tensor_core_product(x, weight, sum_bits=14), x @ weight.T) > 100 * limit
 
 
 @pytest.mark.parametrize("op", ["linear", "rms_norm", "swiglu", "attention"])
@@ -179,6 +205,67 @@ def test_rope_tables() -> None:
     assert (table[..., 0].double() - angle.cos()).abs().max() < 3 * 2**-12
     assert_same_bytes(ops.rope_table(100, 128, 1e6), table[:100].contiguous())
     assert ops.table_hash(table) == ops.table_hash(table.clone()) != ops.table_hash(table.flip(0))
+
+
+@pytest.mark.parametrize(("positions", "theta"), [(1 << 23, 1e6), (64, 1e-38), (5000, 1e-6)])
+def test_rope_table_refuses_angles_that_it_cannot_reduce(positions: int, theta: float) -> None:
+    with pytest.raises(ValueError, match=f"{positions} positions .* at most 4194304"):
+        ops.rope_table(positions, 8, theta)
+
+
+def _nearest(function: Any, angle: Tensor) -> Tensor:
+    """The FP32 numbers nearest to cosines or sines. NumPy's FP64 ones are good to a bit; none may lie so near to a halfway point that
+    more than that would matter."""
+    exact = torch.from_numpy(function(angle.double().numpy()))
+    near = exact.float()
+    ulp = torch.from_numpy(numpy.spacing(exact.abs().numpy()))
+    for way in (-2.0, 2.0):
+        halfway = (near.double() + torch.nextafter(near, torch.full_like(near, way)).double()) / 2
+        assert ((halfway - exact).abs() > 8 * ulp).all()
+    return near
+
+
+def _frequencies(rotated: int, theta: float) -> Tensor:
+    """1 / theta^(2i / rotated) with a rounding to FP32 after the power and one after the division."""
+    with decimal.localcontext(prec=50):
+        powers = [decimal.Decimal(theta) ** (decimal.Decimal(2 * i) / rotated) for i in range(rotated // 2)]
+    return 1 / torch.tensor([float(p) for p in powers], dtype=torch.float64).float()
+
+
+def _nearest_table(positions: int, frequency_C: Tensor) -> Tensor:
+    angle_PC = torch.arange(positions, dtype=torch.float32)[:, None] * frequency_C
+    return torch.stack([_nearest(numpy.cos, angle_PC), _nearest(numpy.sin, angle_PC)], -1)
+
+
+@pytest.mark.parametrize(("rotated", "theta"), [(128, 1e6), (64, 1e7)])
+def test_rope_tables_are_rounded_correctly_on_any_number_of_threads(rotated: int, theta: float) -> None:
+    frequency, before = _frequencies(rotated, theta), torch.get_num_threads()
+    expected = _nearest_table(4096, frequency)
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            assert_same_bytes(ops.rope_table(4096, rotated, theta), expected, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+    table = ops.rope_table(4096, rotated, theta)
+    for i, way in itertools.product((0, 1, rotated // 4, rotated // 2 - 1), (0.0, 2.0)):  # the control: one frequency off by one ulp
+        nudged = frequency.clone()
+        nudged[i] = torch.nextafter(nudged[i], torch.tensor(way))
+        with pytest.raises(LawBroken):
+            assert_same_bytes(table, _nearest_table(4096, nudged))
+
+
+def test_cosines_and_sines_of_large_angles_are_rounded_correctly() -> None:
+    """Up to 2^22, beyond the longest published table, and beside the multiples of pi / 2, where one of the two nearly vanishes."""
+    random = torch.Generator().manual_seed(0)
+    anywhere = torch.rand(100_000, generator=random, dtype=torch.float64) * 2.0 ** torch.randint(23, (100_000,), generator=random)
+    multiples = torch.arange(1, 2_670_000, 29, dtype=torch.float64) * (math.pi / 2)
+    angle = torch.cat([anywhere, multiples]).float()
+    expected = _nearest(numpy.cos, angle), _nearest(numpy.sin, angle)
+    assert_same_bytes(cosine_and_sine(angle), expected)
+    with pytest.raises(LawBroken):  # the control: FP64's pi alone, without the two smaller parts
+        rest = angle.double() - (angle.double() * (2 / math.pi)).round() * (math.pi / 2)
+        assert_same_bytes(rest.sin().abs().float(), torch.minimum(*(t.abs() for t in expected)))
 
 
 def test_rope_keeps_what_it_does_not_rotate() -> None:

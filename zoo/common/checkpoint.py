@@ -227,8 +227,11 @@ def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        bad = ~torch.isfinite(tensor)
+    if not tensor.is_floating_point():
+        return
+    finite = torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())  # torch has no isfinite of some FP8
+    if not bool(finite.all()):
+        bad = ~finite
         raise ValueError(f"{name} has {int(bad.sum())} NaN or infinite values, the first at {bad.nonzero()[0].tolist()}")
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from zoo.common.ops.rope.table import MOST_RADIANS
+
 _MISSING = object()
 NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs that move no byte
-MOST = 1 << 24  # FP32 holds every integer up to here, and so every position of a RoPE table
+MOST = MOST_RADIANS  # a RoPE table's fastest pair turns by one radian a position
 LAYERS = 1024
 
 # fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry

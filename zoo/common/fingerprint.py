@@ -99,8 +99,8 @@ def toolchain(device: torch.device) -> dict[str, str]:
     return out
 
 
-def realisation(module: nn.Module, program: Program) -> dict[str, str]:
-    """Which provider runs each op, and each shape of the matrix products."""
+def realisation(module: nn.Module, program: Program, used: Iterable[str]) -> dict[str, str]:
+    """Which provider runs each op that the module uses, and each shape of the matrix products."""
     out = {}
     chosen = set()
     for part in module.modules():
@@ -113,10 +113,9 @@ def realisation(module: nn.Module, program: Program) -> dict[str, str]:
     for op, shape in sorted(chosen):
         provider = CONTRACTS[op].provider(program, shape)
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
-    for op, contract in sorted(CONTRACTS.items()):
-        members = [
-            p.name for p in contract.providers if p.device == program.device and p.byte_class == program.byte_class(op) and p.installed()
-        ]
+    for op in sorted(used):
+        wanted = (program.device, program.byte_class(op))
+        members = [p.name for p in CONTRACTS[op].providers if (p.device, p.byte_class) == wanted and p.installed()]
         out.setdefault(op, " or ".join(members) or "none")
     out["layout"] = "one device"
     # without a stored qualification every class runs its defining provider

@@ -16,6 +16,7 @@ from zoo.common.engine import Completion, Engine
 from zoo.common.hub import locate
 from zoo.common.sampling import SamplingParams
 from zoo.common.serving import ForServing
+from zoo.common.shards import check_file
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,13 @@ def generate_command(
     `json` names a file for {"checkpoint", "fingerprint", "generations": [{"prompt", "text", "completion"}]}, written when all
     are done. ValueError in one sentence for a faulty checkpoint, one without a tokenizer.json, an empty prompt or bad parameters.
     """
+    check_file("json", None if json is None else Path(json))
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise ValueError("there is no prompt")
+    for text in texts:
+        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"a prompt must be text in valid UTF-8, not {text!r:.40}")
     params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos)
     each = [replace(params, seed=(seed + n) % (1 << 64)) for n in range(len(texts))]
     tokenizer = read_tokenizer(locate(checkpoint, revision))

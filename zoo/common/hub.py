@@ -11,8 +11,12 @@ SIDECARS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")  # config, to
 
 def locate(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
     """The local folder of a checkpoint, downloaded first if it is a hub id. ValueError in one sentence when there is none."""
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(path_or_hub_id).expanduser()
+        local = path.is_dir()
+    except (TypeError, OSError, RuntimeError) as error:  # no path, a name too long, no permission, no home folder
+        raise ValueError(f"{path_or_hub_id!r:.80} is not a folder and not a hub id (owner/name): {error}") from error
+    if local:
         if revision is not None:
             raise ValueError(f"{path} is a local folder and has no revisions, but revision {revision!r} was asked for")
         return path

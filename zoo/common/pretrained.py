@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,7 +21,7 @@ from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
 from zoo.common.ops import table_hash
-from zoo.common.program import Program, resolve
+from zoo.common.program import Program, parse_device, resolve
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Draw:
     mean: float = 0.0
 
 
+DRIVER_OPS = ("linear", "log_prob", "sample")  # what ForRL and ForServing call behind the last layer: logits, scores, draws
 HEAD_SPREAD = 2.5  # standard deviation of random logits: entropy about ln V - 3, no token near certainty
 
 
@@ -45,16 +47,20 @@ def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
     return Draw(shape[-1] ** -0.5)
 
 
+Seen = tuple["weakref.ref[nn.Parameter]", int, int]  # a parameter, where its memory lies and how often torch wrote it
+
+
 class Pretrained(nn.Module):
     """Base of every ForRL and ForServing class.
 
-    A subclass sets `config_class` (with from_hf and to_hf) and `table` (config -> WeightTable), builds its parameters in
-    `__init__(config, program)` also on the meta device, and gives `reset_buffers(device)` and `program_lines()`. `trainable` says
-    whether parameters want gradients.
+    A subclass sets `config_class` (with from_hf and to_hf), `table` (config -> WeightTable) and `used_ops` (config -> names of the
+    ops that its layers call), builds its parameters in `__init__(config, program)` also on the meta device, and gives
+    `reset_buffers(device)` and `program_lines()`. `trainable` says whether parameters want gradients.
     """
 
     config_class: Any
     table: Callable[[Any], WeightTable]
+    used_ops: Callable[[Any], tuple[str, ...]]
     recipe = staticmethod(recipe)
     trainable: ClassVar[bool] = True
 
@@ -62,9 +68,12 @@ class Pretrained(nn.Module):
     program: Program
     _source: Checkpoint | None = None
     _label: str | None = None
-    _hash: tuple[Any, str] | None = None
+    _hash: tuple[int, list[Seen], str] | None = None
     _changes: int = 0
     _places: list[tuple[str, dict[str, Any], str, torch.dtype]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hash": None}  # of the parameters of this object, not of a copy's
 
     def reset_buffers(self, device: torch.device) -> None:
         """Rebuilds whatever is not a parameter (RoPE tables) on a device."""
@@ -78,8 +87,11 @@ class Pretrained(nn.Module):
         tables = [(name, module) for name, module in self.named_modules() if isinstance(module, RotaryTable)]
         return config_lines(self.config) | {f"rope.{name}": table_hash(module.on(device)) for name, module in tables}
 
-    def check_dtypes(self) -> None:
-        """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`."""
+    def check_arithmetic(self) -> None:
+        """ValueError if a parameter lost the dtype that the program and the weight table give it: `.half()`, `.float()`, `.to(dtype)`.
+
+        Likewise if PyTorch may round the FP32 operands of a CPU's products.
+        """
         if self._places is None:  # where parameters live, found once: decode asks before every token
             table = self.table_of()
             self._places = [
@@ -88,6 +100,12 @@ class Pretrained(nn.Module):
                 for name in module._parameters
                 for full in [f"{path}.{name}".removeprefix(".")]
             ]
+        products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        if self.program.device == "cpu" and products.fp32_precision not in ("none", "ieee"):
+            raise ValueError(
+                f"PyTorch may round the operands of FP32 products to {products.fp32_precision} (torch.set_float32_matmul_precision, or "
+                'fp32_precision of its backends), which moves bytes on a CPU: set "highest"'
+            )
         for full, owner, name, wanted in self._places:
             parameter = owner.get(name)
             if parameter is not None and parameter.dtype is not wanted:
@@ -154,6 +172,7 @@ class Pretrained(nn.Module):
 
         The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
         """
+        self._whole()
         files.save(self, self.table_of(), self.config.to_hf(), path, self._source, shard_bytes)
 
     @torch.no_grad()
@@ -164,9 +183,11 @@ class Pretrained(nn.Module):
         leaves every byte as it was.
         `version` is a label that the fingerprint reports.
         """
+        if not isinstance(tensors, Iterable):
+            raise ValueError(f"weights must be (published name, tensor) pairs, not {type(tensors).__name__}")
         table = self.table_of()
         known = {p.published: (entry, p) for entry in table.entries for layout in entry.layouts for p in layout}
-        parameters = dict(self.named_parameters())
+        parameters = self._whole()
         ours = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
@@ -179,10 +200,13 @@ class Pretrained(nn.Module):
                 continue
             entry, piece = known[name]
             view = piece.of(parameters[entry.ours])
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
+                raise ValueError(f"{name} must be a dense tensor with data, whole on one device, not {_kind(tensor)}")
             if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
             files.check_finite(name, tensor)
-            if tensor.untyped_storage().data_ptr() in ours and tensor.data_ptr() != view.data_ptr():
+            itself = (tensor.data_ptr(), tensor.stride()) == (view.data_ptr(), view.stride())
+            if tensor.untyped_storage().data_ptr() in ours and not itself:
                 tensor = tensor.clone()  # a parameter's own memory, which another write may reach before it is read
             if entry.optional_alias:
                 aliases.append((name, tensor, entry, piece))
@@ -198,7 +222,7 @@ class Pretrained(nn.Module):
 
     def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take."""
-        parameters = dict(self.named_parameters())
+        parameters = self._whole()
         return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in self.table_of().pieces())
 
     def weights_changed(self) -> None:
@@ -209,20 +233,33 @@ class Pretrained(nn.Module):
     @property
     def weights_version(self) -> str:
         """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since."""
-        parameters = dict(self.named_parameters())
-        state = None
-        if not any(p.requires_grad for p in parameters.values()):  # fused optimizers write without moving torch's version counter
-            state = (self._changes, tuple((p.data_ptr(), p._version) for p in parameters.values()))
-        if state is None or self._hash is None or self._hash[0] != state:
-            self._hash = (state, weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of()))
-        return self._hash[1]
+        parameters = self._whole()
+        # fused optimizers write without moving torch's version counter; an inference tensor has none
+        countable = not any(p.requires_grad or p.is_inference() for p in parameters.values())
+        if self._hash is not None and countable and self._hash[0] == self._changes and _unwritten(self._hash[1], parameters.values()):
+            return self._hash[2]
+        seen = [(weakref.ref(p), p.data_ptr(), p._version) for p in parameters.values()] if countable else []
+        found = weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of())
+        self._hash = (self._changes, seen, found) if countable else None
+        return found
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        made = realisation(self, self.program)
+        used = {*DRIVER_OPS, *type(self).used_ops(self.config)}
+        made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label
-        return Fingerprint({**self.program.lines(), **self.program_lines()}, self.weights_version, toolchain(device), made)
+        return Fingerprint({**self.program.lines(used), **self.program_lines()}, self.weights_version, toolchain(device), made)
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """The parameters by name. ValueError if they are sharded."""
+        parameters = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if hasattr(parameter, "full_tensor"):  # FSDP2's DTensor, whose module takes long to import
+                raise ValueError(
+                    f"{name} is sharded over processes: gather the weights first (parameter.full_tensor()) and load them into a whole model"
+                )
+        return parameters
 
     def table_of(self) -> WeightTable:
         return type(self).table(self.config)
@@ -254,7 +291,7 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def door(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
-        self.check_dtypes()
+        self.check_arithmetic()
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             return method(self, *args, **kwargs)
 
@@ -266,6 +303,12 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
         return door(self, *args, **kwargs)
 
     return call
+
+
+def _unwritten(seen: Sequence[Seen], parameters: Collection[nn.Parameter]) -> bool:
+    """Whether these are the very parameters that were seen: a new one may take a freed one's address."""
+    now = [(p, p.data_ptr(), p._version) for p in parameters]
+    return len(seen) == len(now) and all(a[0]() is b[0] and a[1:] == b[1:] for a, b in zip(seen, now, strict=True))
 
 
 def draw_piece(
@@ -282,8 +325,19 @@ def draw_piece(
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
 
 
+def _kind(given: object) -> str:
+    """What was given instead of a plain tensor."""
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return "a sharded one" if hasattr(given, "full_tensor") else "one on meta" if given.is_meta else str(given.layout)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    chosen = parse_device(("cuda" if gpus else "cpu") if device is None else device)
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
+        raise ValueError(f"device {str(chosen)!r}: torch {torch.__version__} sees {gpus} GPUs here")
+    return chosen
 
 
 def _not_built(**given: object | None) -> None:

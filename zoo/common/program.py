@@ -7,6 +7,7 @@ arithmetic. `DECISIONS` records the choices that were measured before version 1 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ class Program:
 
     key_segments  (widest head, keys per attention pass) on an absolute grid of positions; empty: one pass
     vocab_group   logits per group of the log-probability's tree
-    contributors  leaves of the routed experts' sum (DESIGN: expert e belongs to e // ceil(E / contributors))
+    contributors  leaves of the routed experts' sum (expert e belongs to e // ceil(E / contributors))
     """
 
     name: str
@@ -79,8 +80,8 @@ class Program:
             return REFERENCE
         return (UNALIGNED_CUDA if self.name == "unaligned" else ALIGNED_CUDA)[op]
 
-    def lines(self) -> dict[str, str]:
-        """The program as text, for fingerprints: two programs with equal lines make equal bytes."""
+    def lines(self, used: Iterable[str]) -> dict[str, str]:
+        """The program as text, for the fingerprint of a model that uses these ops: equal lines make equal bytes."""
         from zoo.common.ops import CONTRACTS
 
         out = {
@@ -91,17 +92,25 @@ class Program:
             "vocab_group": str(self.vocab_group),
             "contributors": str(self.contributors),
         }
-        for name, contract in sorted(CONTRACTS.items()):
-            out[f"op.{name}"] = f"{name}/{contract.version} {self.byte_class(name)}"
+        for name in sorted(used):
+            out[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {self.byte_class(name)}"
         return out
 
 
 NAMES = ("aligned", "transformers", "unaligned")
 
 
+def parse_device(device: torch.device | str) -> torch.device:
+    """ValueError for what torch knows no device by."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {device!r:.40} must be cpu, cuda or cuda:N") from error
+
+
 def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Program:
     """The named program on a device. ValueError for a name, device or dtype that it does not have."""
-    kind = torch.device(device).type
+    kind = parse_device(device).type
     if name not in NAMES:
         raise ValueError(f"unknown program {name!r}; there are {', '.join(NAMES)}")
     if kind not in ("cpu", "cuda"):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zoo.common.ops.contract import CONTRACTS, choices_changed
+from zoo.common.shards import check_parents
 
 FOLDER = Path.home() / ".cache" / "aligned-zoo" / "qualification"
 FORMAT = 1
@@ -53,7 +54,13 @@ _where = _Where()
 
 
 def use(path: Path | None) -> None:
-    """Reads and writes the store at `path` instead of the user's cache folder; None: the folder again."""
+    """Reads and writes the store at `path` instead of the user's cache folder; None: the folder again. ValueError, and the store
+    stays the one it was, for a file that can't be read or a path where none can lie."""
+    if path is not None:
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder, qualifications are kept in a file")
+        check_parents(path.absolute())
+        read(path)
     _where.path = path
     reload()
 
@@ -72,9 +79,9 @@ def path_for_this_machine() -> Path:
 
 def read(path: Path) -> list[Verdict]:
     """The verdicts of a store; those of older contracts are left out. ValueError naming the file if it can't be read."""
-    if not path.exists():
-        return []
     try:
+        if not path.exists():
+            return []
         fields = json.loads(path.read_text())
         if fields["format"] != FORMAT:
             raise ValueError(f"format {fields['format']}, this version reads {FORMAT}")

@@ -22,7 +22,7 @@ class Rows:
     lengths_N    int32, tokens of sequence n in memory after these rows are pushed
     max_rows     host bound on the rows of one sequence (shapes a launch, never a byte)
     max_length   host bound on lengths_N (likewise)
-    launch       what a launch derives from the rows once for all layers; ops fill it, and a copy (dataclasses.replace) starts empty
+    launch       what a launch derives from the rows once for all layers; ops fill it, and every Rows starts with an empty one
     """
 
     positions_R: Tensor
@@ -31,7 +31,10 @@ class Rows:
     lengths_N: Tensor
     max_rows: int
     max_length: int
-    launch: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    launch: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "launch", {})  # also of a copy, to which dataclasses.replace hands everything on
 
     @property
     def count(self) -> int:

@@ -5,8 +5,8 @@ Nothing here makes a number of the model; `zoo.common.ops.sample` does, from a `
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -49,8 +49,9 @@ class SamplingParams:
         low, high = TEMPERATURES
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, not {value!r}")
+            # an integer may be too large for a float
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"{name} must be a finite number, not {value!r:.40}")
             object.__setattr__(self, name, float(value))
         for name, least in (("top_k", -1), ("seed", 0), ("max_new_tokens", 1)):
             value = getattr(self, name)
@@ -62,8 +63,12 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
+        if self.top_k >= 1 << 63:
+            raise ValueError(f"top_k must be below 2^63 = {1 << 63}, not {self.top_k}")
         if self.seed >= 1 << 64:
             raise ValueError(f"seed must be below 2^64 = {1 << 64}, not {self.seed}")
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids must be a sequence of token ids, not {self.stop_token_ids!r:.40}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:

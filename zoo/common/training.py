@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -82,6 +83,14 @@ class ForRL(Pretrained, nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
+    def sharding_units(self) -> list[nn.Module]:
+        """What to give to FSDP2's `fully_shard`, in this order: modules with FP32 parameters of their own, the layers, the model.
+
+        FSDP2 wants parameters of one dtype in a unit. FP32 ones take no mixed-precision policy; the others need none.
+        """
+        wide = [m for m in self.modules() if any(p.dtype != self.program.torch_dtype for p in m.parameters(recurse=False))]
+        return [*wide, *self.model.get_submodule("layers").children(), self]
+
     @own_dtypes
     def forward(
         self,
@@ -121,6 +130,9 @@ class ForRL(Pretrained, nn.Module):
         valid = targets_R != IGNORE
         targets_R = torch.where(valid, targets_R, 0).long()
         self._check_ids(targets_R)
+        if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
+            given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
+            raise ValueError(f"num_items_in_batch must be one number, not {given}")
         if items is not None and not bool(items > 0):
             raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
         scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program)
@@ -147,6 +159,8 @@ class ForRL(Pretrained, nn.Module):
         distribution after the temperature and before the filters, for every row; only the entropy has a gradient. ValueError for
         ids outside the vocabulary, cu_seqlens that do not ascend, or a top_k beyond the vocabulary.
         """
+        if isinstance(top_k, bool) or not isinstance(top_k, int):
+            raise ValueError(f"top_k must be an integer, not {top_k!r:.40}")
         rows = self._rows(input_ids, cu_seqlens)
         hidden_RD = self.hidden_rows(input_ids, rows, PackedMemory())
         scored_R = torch.ones_like(input_ids, dtype=torch.bool)
@@ -202,8 +216,8 @@ class ForRL(Pretrained, nn.Module):
         if sampling is None:
             return None
         documents = rows.lengths_N.shape[0]
-        each = [sampling] * documents if isinstance(sampling, SamplingParams) else list(sampling)
-        if not all(isinstance(params, SamplingParams) for params in each):
+        each = [sampling] * documents if isinstance(sampling, SamplingParams) else sampling
+        if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
             raise ValueError(f"sampling must be SamplingParams, one or one per document, not {type(sampling).__name__}")
         if len(each) != documents:
             raise ValueError(f"{len(each)} sampling parameters for {documents} documents")

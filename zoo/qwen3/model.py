@@ -16,6 +16,12 @@ from zoo.common.rows import Rows
 from zoo.qwen3.config import Qwen3Config
 
 
+def used_ops(config: Qwen3Config) -> tuple[str, ...]:
+    """Names of the ops that the layers call, for fingerprints."""
+    mlp = ("route", "experts", "combine") if config.experts else ("swiglu",)
+    return ("embed", "rms_norm", "linear", "norm_rope", "attention", *mlp)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with a norm on every query and key head before the rotation."""
 

@@ -9,7 +9,7 @@ from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.serving import ForServing
 from zoo.qwen3.config import Qwen3Config
-from zoo.qwen3.model import Qwen3Model
+from zoo.qwen3.model import Qwen3Model, used_ops
 from zoo.qwen3.weights import table
 
 PAGE_SIZE = 128  # FlashAttention 4's key tile at head dim 128, its fastest page
@@ -20,6 +20,7 @@ class Qwen3ForServing(ForServing):
 
     config_class = Qwen3Config
     table = staticmethod(table)
+    used_ops = staticmethod(used_ops)
     model: Qwen3Model
 
     def __init__(self, config: Qwen3Config, program: Program) -> None:

@@ -10,7 +10,7 @@ from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.training import ForRL
 from zoo.qwen3.config import Qwen3Config
-from zoo.qwen3.model import Qwen3Model
+from zoo.qwen3.model import Qwen3Model, used_ops
 from zoo.qwen3.weights import table
 
 
@@ -19,6 +19,7 @@ class Qwen3ForRL(ForRL):
 
     config_class = Qwen3Config
     table = staticmethod(table)
+    used_ops = staticmethod(used_ops)
     model: Qwen3Model
 
     def __init__(self, config: Qwen3Config, program: Program) -> None:

@@ -18,6 +18,14 @@ from zoo.common.rows import Rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 
+def used_ops(config: Qwen35Config) -> tuple[str, ...]:
+    """Names of the ops that the layers call, for fingerprints."""
+    attention = ("norm_rope", "attention", "output_gate")
+    delta = ("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm")
+    mixture = ("route", "experts", "combine") if config.experts else ()
+    return ("embed", "rms_norm", "linear", "swiglu", *attention, *delta, *mixture)
+
+
 class Attention(nn.Module):
     """Grouped-query attention; a query head's row holds [query | gate], part of each head is rotated, the output is gated."""
 
@@ -38,6 +46,31 @@ class Attention(nn.Module):
         return self.out(ops.output_gate(o_RHE, gate_RHE, program=self.program).flatten(1))
 
 
+class DeltaGate(nn.Module):
+    """Decay and strength of each row's update. a_log [V] and dt_bias [V] are FP32 in every program: published so, or widened at load."""
+
+    def __init__(self, config: Qwen35Config, program: Program) -> None:
+        super().__init__()
+        self.a_log = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
+        self.program = program
+
+    def forward(self, a_RV: Tensor, b_RV: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.delta_gate(a_RV, b_RV, self.a_log, self.dt_bias, program=self.program)
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm of each value head, times silu of its gate. weight [E] is FP32, as DeltaGate's."""
+
+    def __init__(self, config: Qwen35Config, program: Program) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.value_dim, dtype=torch.float32))
+        self.eps, self.program = config.eps, program
+
+    def forward(self, o_RVE: Tensor, z_RVE: Tensor) -> Tensor:
+        return ops.gated_rms_norm(o_RVE, z_RVE, self.weight, self.eps, program=self.program)
+
+
 class GatedDeltaNet(nn.Module):
     """A recurrent layer: a state per value head, decayed and corrected by each row."""
 
@@ -45,15 +78,12 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.key_heads, self.key_dim = config.key_heads, config.key_dim
         self.value_heads, self.value_dim = config.value_heads, config.value_dim
-        self.eps, self.program = config.eps, program
+        self.program = program
         values = config.value_heads * config.value_dim
         self.widths = (config.conv_channels, values, config.value_heads, config.value_heads)
         self.qkvzba = Linear(config.hidden, sum(self.widths), program)
         self.conv = nn.Parameter(torch.empty(config.conv_channels, 1, CONV_WIDTH, dtype=program.torch_dtype))
-        # FP32 in every program: published so, or widened exactly at load
-        self.a_log = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
-        self.norm = nn.Parameter(torch.empty(config.value_dim, dtype=torch.float32))
+        self.gate, self.norm = DeltaGate(config, program), GatedRMSNorm(config, program)
         self.out = Linear(values, config.hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaLayer, rotary: RotaryTable) -> Tensor:
@@ -63,10 +93,10 @@ class GatedDeltaNet(nn.Module):
         qk_RHK = ops.l2_norm(mixed_RC[:, :keys].unflatten(1, (2 * self.key_heads, self.key_dim)), program=self.program)
         q_RHK, k_RHK = qk_RHK.split(self.key_heads, dim=1)
         v_RVE = mixed_RC[:, keys:].unflatten(1, (self.value_heads, self.value_dim))
-        log_decay_RV, beta_RV = ops.delta_gate(a_RV, b_RV, self.a_log, self.dt_bias, program=self.program)
+        log_decay_RV, beta_RV = self.gate(a_RV, b_RV)
         o_RVE = ops.gated_delta(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, memory.state, rows, program=self.program)
         z_RVE = z_RC.unflatten(1, (self.value_heads, self.value_dim))
-        return self.out(ops.gated_rms_norm(o_RVE, z_RVE, self.norm, self.eps, program=self.program).flatten(1))
+        return self.out(self.norm(o_RVE, z_RVE).flatten(1))
 
 
 class MixtureOfExperts(nn.Module):

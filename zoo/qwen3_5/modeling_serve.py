@@ -11,7 +11,7 @@ from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.serving import ForServing
 from zoo.qwen3_5.config import Qwen35Config
-from zoo.qwen3_5.model import Qwen35Model
+from zoo.qwen3_5.model import Qwen35Model, used_ops
 from zoo.qwen3_5.modeling_train import recipe
 from zoo.qwen3_5.weights import table
 
@@ -23,6 +23,7 @@ class Qwen35ForServing(ForServing):
 
     config_class = Qwen35Config
     table = staticmethod(table)
+    used_ops = staticmethod(used_ops)
     recipe = staticmethod(recipe)
     model: Qwen35Model
 

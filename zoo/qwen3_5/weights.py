@@ -7,7 +7,7 @@ from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
 CARRIED = (r"model\.visual\..*", r"mtp\..*")
-FP32 = (r".*\.mixer\.(a_log|dt_bias|norm)",)
+FP32 = (r".*\.mixer\.(gate\.a_log|gate\.dt_bias|norm\.weight)",)
 
 
 def table(config: Qwen35Config) -> WeightTable:
@@ -55,9 +55,9 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     return [
         stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r) for n, r in parts]),
         single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH)),
-        single(f"{ours}.a_log", f"{theirs}.A_log", (heads,)),
-        single(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,)),
-        single(f"{ours}.norm", f"{theirs}.norm.weight", (config.value_dim,)),
+        single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,)),
+        single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,)),
+        single(f"{ours}.norm.weight", f"{theirs}.norm.weight", (config.value_dim,)),
         single(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values)),
     ]
 

@@ -1,14 +1,15 @@
 """The zoo inside a stock SGLang, through its plugin entry point: one option, `--attention-backend zoo`.
 
 `register` is the entry point. It adds choices and hooks; each hook returns at once unless the server was started with one of
-`PROGRAMS`, so an installed plugin changes nothing for other servers. For clients: `fingerprint`, `record`, `seed_of`.
+`PROGRAMS`, so an installed plugin changes nothing for other servers. For clients: `fingerprint`, `record`, `routing`,
+`seed_of`.
 """
 
 from __future__ import annotations
 
-from zoo.sglang_plugin.client import fingerprint, record
-from zoo.sglang_plugin.names import FILTERED, PROGRAMS
+from zoo.sglang_plugin.client import fingerprint, record, routing
+from zoo.sglang_plugin.names import EXACT, FILTERED, PROGRAMS, ROUTING_WEIGHTS
 from zoo.sglang_plugin.register import register
 from zoo.sglang_plugin.requests import seed_of
 
-__all__ = ["FILTERED", "PROGRAMS", "fingerprint", "record", "register", "seed_of"]
+__all__ = ["EXACT", "FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of"]

@@ -48,6 +48,11 @@ class PagedBackend(AttentionBackend):
         assert self.forward_metadata is not None, "a forward without metadata"
         return self.forward_metadata
 
+    def clear_padding(self) -> None:
+        """Zeroes what padding rows of a graph read: SGLang's memory may come back with anybody's bytes."""
+        self.builder.request_to_slot[0].zero_()
+        self.pool.clear_padding()
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Eager batches."""
         b = forward_batch

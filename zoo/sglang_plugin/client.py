@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zoo.common.engine.record import Completion
 from zoo.common.fingerprint import Fingerprint
-from zoo.sglang_plugin.names import FILTERED, STATE
+from zoo.sglang_plugin.names import EXACT, FILTERED, ROUTING_WEIGHTS, STATE
 from zoo.sglang_plugin.requests import sampling_params
 
 
@@ -40,11 +44,19 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
     answer    {"output_ids": ..., "meta_info": ...}
     sampling  the parameters that were sent
     printed   `fingerprint` of the server under the weights that it answered with
-    ValueError if the answer has no log-probabilities.
+    ValueError if the answer has no log-probabilities, comes from a server without this plugin's fields, or has rows of two weights:
+    updated while it was paused, or over a cache that was not flushed.
     """
     meta = answer["meta_info"]
-    if "output_token_logprobs" not in meta or FILTERED not in meta:
+    if "output_token_logprobs" not in meta:
         raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
+    for name in (FILTERED, EXACT):
+        if name not in meta:
+            raise ValueError(f"the answer has no {name}: its server runs another backend, or a plugin of another version than this client")
+    if not all(meta[EXACT]):
+        raise ValueError(
+            f"the weights changed under answer {meta['id']}, or under the cache that it read: update between requests and flush the cache"
+        )
     scored = meta["output_token_logprobs"]
     filtered = meta[FILTERED]
     output_ids = tuple(token for _, token, _ in scored)
@@ -66,3 +78,21 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
         finish_reason=reason,
         fingerprint=printed,
     )
+
+
+def routing(answer: dict[str, Any], layers: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """(experts int32, weights FP32), [tokens, layers, top_k] each, of an answer asked with return_routed_experts.
+
+    Entry k is slot k, the order in which a token's experts are added. Tokens: from `routed_experts_start_len` (0 unless sent) to
+    the last but one, since the last drawn token has not run. layers, top_k: of the model, `config.layers` and `.experts_per_token`.
+    ValueError if the answer has no routing, or not of this geometry.
+    """
+    meta = answer["meta_info"]
+    texts = meta.get("routed_experts"), (meta.get(ROUTING_WEIGHTS) or [None])[-1]
+    if None in texts:
+        raise ValueError("the answer has no routing: start with --enable-return-routed-experts and ask with return_routed_experts=True")
+    experts, weights = (bytearray(base64.b64decode(text)) for text in texts)
+    if len(experts) != len(weights) or len(experts) % (4 * layers * top_k):
+        raise ValueError(f"{len(experts)} bytes of experts and {len(weights)} of weights are not whole tokens of {layers} x {top_k} x 4")
+    shape = (-1, layers, top_k)
+    return torch.frombuffer(experts, dtype=torch.int32).view(shape), torch.frombuffer(weights, dtype=torch.float32).view(shape)

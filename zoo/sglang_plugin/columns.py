@@ -36,6 +36,28 @@ class HostColumn:
         return self._values[i]
 
 
+@dataclasses.dataclass
+class WeightsState:
+    """How often a server's weights were written, and whether SGLang emptied its cache since (it can while no request runs)."""
+
+    writes: int = 0
+    flushed: bool = True
+
+    def written(self) -> None:
+        self.writes, self.flushed = self.writes + 1, False
+
+
+class ExactColumn:
+    """Every entry: whether this step read rows of its own weights only. Asked when the result is read: weights that were written
+    after a step's launch may have reached it."""
+
+    def __init__(self, state: WeightsState) -> None:
+        self._state, self._launched = state, dataclasses.replace(state)
+
+    def __getitem__(self, i: int) -> bool:
+        return self._launched.flushed and self._launched.writes == self._state.writes
+
+
 def joined(left: RowSampling, right: RowSampling) -> RowSampling:
     """The rows of two batches, one after the other."""
     columns = {

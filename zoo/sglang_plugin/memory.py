@@ -113,6 +113,11 @@ class KeyValuePool:
     ) -> None:
         """Before a prefill's rows: nothing to do, a page's bytes are anybody's."""
 
+    def clear_padding(self) -> None:
+        """Zeroes page 0, to which every column of a page table beyond its sequence points."""
+        for pages in (*self.k_pages, *self.v_pages):
+            pages[0].zero_()
+
 
 @dataclass(frozen=True)
 class Bound:

@@ -7,6 +7,10 @@ PROGRAMS = {"zoo": "aligned", "zoo_unaligned": "unaligned"}
 SAMPLER = "zoo"
 # meta_info key of the log-probabilities after top-k, top-p and min-p too, one per output token
 FILTERED = "output_token_filtered_logprobs"
+# meta_info key, one bool per output token: every row that it stands on was written by the weights that drew it
+EXACT = "output_token_exact"
+# meta_info key of the weights of SGLang's `routed_experts`; the last entry has all of a request's
+ROUTING_WEIGHTS = "routing_weights"
 # internal-state key that holds the fingerprint
 STATE = "zoo"
 # config.json's model_type of the families that this plugin serves

@@ -127,6 +127,8 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
     _imply(args, "grammar_backend", "none", backend)
     if not args.disable_cuda_graph and not args.disable_prefill_cuda_graph:
         _imply(args, "cuda_graph_backend_prefill", "disabled", backend)
+    if args.enable_return_routed_experts and not config.experts:
+        raise ValueError(f"--enable-return-routed-experts needs a mixture of experts, {kind} is dense")
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, name) not in (None, backend):
             raise ValueError(f"--attention-backend {backend} runs prefill and decode, not --{name} {getattr(args, name)}")

@@ -12,8 +12,14 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
   the batch.
 - after TokenizerManager._validate_one_request: a request is refused before it runs. The scheduler refuses it too.
 - after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
-- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, so their content hash is
-  forgotten. The fingerprint's route asserts that it is wrapped.
+- around RoutedExpertsCapturer.create: SGLang's own keeps experts without their weights. The model refuses to hand it routing.
+- around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts. The scheduler
+  asserts that it is wrapped.
+- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
+  content hash is forgotten, and no cached row is of them. The fingerprint's route asserts that it is wrapped, and the next two.
+- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again.
+- before SchedulerWeightUpdaterManager.update_weights_from_tensor: it may write parameters without the model's load_weights.
+- after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import around_post_init
 from zoo.sglang_plugin.parser import register_parser
@@ -30,7 +37,10 @@ from zoo.sglang_plugin.slots import around_alloc_extend
 logger = logging.getLogger(__name__)
 
 SRT = "sglang.srt"
-KV_MEMORY = "kv_cache"  # SGLang's tag of memory that is released and resumed with its key-value pool
+# SGLang's tags of memory that is released and resumed: with its key-value pool, with the model
+KV_MEMORY = "kv_cache"
+WEIGHTS_MEMORY = "weights"
+RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -56,7 +66,12 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),
         ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
+        ("state_capturer.routed_experts.RoutedExpertsCapturer.create", around_create, "AROUND"),
+        (RESULTS + "._maybe_collect_routed_experts", around_collect, "AROUND"),
         (UPDATER + ".release_memory_occupation", after_release, "AFTER"),
+        (UPDATER + ".resume_memory_occupation", after_resume, "AFTER"),
+        (UPDATER + ".update_weights_from_tensor", before_update, "BEFORE"),
+        ("managers.scheduler.Scheduler.flush_cache", after_flush, "AFTER"),
     ]
 
 
@@ -72,7 +87,7 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
-    runner.sampler.program = runner.model.zoo.program
+    runner.sampler.program, runner.sampler.weights = runner.model.zoo.program, runner.model.weights
     assert_active(runner)
     printed = runner.model.fingerprint()
     lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
@@ -128,10 +143,10 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS:
-        release = type(scheduler.weight_updater).release_memory_occupation
-        if not hasattr(release, "__wrapped__"):
-            raise RuntimeError("weights may be released unnoticed: the hook on release_memory_occupation is not active")
-        released = "weights" in scheduler.weight_updater.offload_tags
+        for name in ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor"):
+            if not hasattr(getattr(type(scheduler.weight_updater), name), "__wrapped__"):
+                raise RuntimeError(f"weights or pages may change unnoticed: the hook on {name} is not active")
+        released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         model = scheduler.tp_worker.model_runner.model
         result.internal_state[STATE] = {"fingerprint": None if released else model.fingerprint().to_dict()}
     return result
@@ -139,6 +154,26 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
 def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
     runner = updater.tp_worker.model_runner
+    # at every release while they are away: SGLang flushes when the pages follow, and that makes nothing exact
+    if runner.server_args.attention_backend in PROGRAMS and WEIGHTS_MEMORY in updater.offload_tags:
+        runner.model.overwrite()
+    return result
+
+
+def after_resume(result: Any, updater: Any, recv_req: Any) -> Any:
+    runner = updater.tp_worker.model_runner
+    if runner.server_args.attention_backend in PROGRAMS and (not recv_req.tags or KV_MEMORY in recv_req.tags):
+        runner.attn_backend.clear_padding()
+    return result
+
+
+def before_update(updater: Any, recv_req: Any) -> None:
+    runner = updater.tp_worker.model_runner
     if runner.server_args.attention_backend in PROGRAMS:
-        runner.model.zoo.weights_changed()
+        runner.model.overwrite()
+
+
+def after_flush(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    if scheduler.server_args.attention_backend in PROGRAMS and result:
+        scheduler.tp_worker.model_runner.model.weights.flushed = True
     return result

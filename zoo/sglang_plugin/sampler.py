@@ -14,8 +14,8 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.program import Program
 from zoo.common.sampling import RowSampling
-from zoo.sglang_plugin.columns import HostColumn, joined, on_device
-from zoo.sglang_plugin.names import FILTERED
+from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined, on_device
+from zoo.sglang_plugin.names import EXACT, FILTERED
 from zoo.sglang_plugin.requests import sampling_params
 
 
@@ -46,10 +46,11 @@ def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device
 class RowSampler(stock.Sampler):
     """Draws by `ops.sample`. FP32 log-probabilities after the temperature in SGLang's field, after the filters too in FILTERED.
 
-    `program` is set once the model is loaded.
+    `program` and `weights` are set once the model is loaded.
     """
 
     program: Program
+    weights: WeightsState
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,10 @@ class RowSampler(stock.Sampler):
         rows = dataclasses.replace(sampling_info.rows, position_R=positions.long() + 1)
         drawn = ops.sample(logits_RV, rows, self.program)
         # always, since a request's list must have one entry for each of its tokens
-        logits_output.customized_info = {FILTERED: HostColumn(drawn.filtered_log_prob_R)}
+        logits_output.customized_info = {
+            FILTERED: HostColumn(drawn.filtered_log_prob_R),
+            EXACT: ExactColumn(self.weights),
+        }
         if return_logprob:
             logits_output.next_token_logprobs = drawn.log_prob_R
             if any(n > 0 for n in top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):

@@ -21,6 +21,8 @@ from zoo.common.program import resolve
 from zoo.common.registry import model_class
 from zoo.common.serving import PREFILL_ROWS, ForServing
 from zoo.sglang_plugin.backend import PagedBackend
+from zoo.sglang_plugin.capturer import capturer
+from zoo.sglang_plugin.columns import WeightsState
 from zoo.sglang_plugin.loading import load
 from zoo.sglang_plugin.memory import KeyValuePool, Step
 from zoo.sglang_plugin.names import PROGRAMS
@@ -51,8 +53,9 @@ class Served(nn.Module):
         for i, module in enumerate(m for m in self.zoo.modules() if isinstance(m, RotaryTable)):
             self.register_buffer(f"rotary_{i}", module.table_PC2, persistent=False)
         self._loaded = False
+        self.weights = WeightsState()
         self._checked = False
-        self._returns_experts = bool(args.enable_return_routed_experts)
+        self._returns_routing = bool(args.enable_return_routed_experts)
 
     def reserve(self, requests: int) -> None:
         """Memory beside the key-value pool for `requests` at once; none here."""
@@ -90,14 +93,13 @@ class Served(nn.Module):
     def hidden_rows(self, ids_R: Tensor, step: Step, backend: PagedBackend) -> Tensor:
         """Final rows [R, D] of a step, kernel by kernel: what runs eagerly and what graphs capture."""
         step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
-        with ops.watch(_CaptureExperts()) if self._returns_experts else nullcontext():
+        with ops.watch(_CaptureRouting()) if self._returns_routing else nullcontext():
             return self.zoo.hidden_rows(ids_R, step.rows, backend.pool.during(step), step.table_NB)
 
     def most_rows(self, chunk: int) -> int:
-        """Rows of the largest prefill to capture: what one forward can bring (`chunk`: --chunked-prefill-size), and SGLang can note."""
+        """Rows of the largest prefill to capture: what a forward can bring (`chunk`: --chunked-prefill-size), and the capturer holds."""
         most = chunk if chunk > 0 else max(PREFILL_ROWS)
-        capturer = experts_capturer() if self._returns_experts else None
-        return most if capturer is None else min(most, capturer.device_cache.buffer.shape[0])
+        return min(most, capturer().rows) if self._returns_routing else most
 
     def _check(self, backend: Any) -> None:
         """At the first forward: what runs is what was asked for. RuntimeError otherwise."""
@@ -112,32 +114,30 @@ class Served(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part."""
+        if self._loaded:
+            self.overwrite()
         load(self.zoo, weights, whole=not self._loaded)
         self._loaded = True
+
+    def overwrite(self) -> None:
+        """Parameters are going to be written: what the cache and running requests hold, if there are any, is of other weights."""
+        self.zoo.weights_changed()
+        self.weights.written()
 
     def fingerprint(self) -> Fingerprint:
         return self.zoo.fingerprint()
 
 
-class _CaptureExperts:
-    """Hands each layer's routed experts, in slot order, to SGLang's capturer; it sees ops and changes none."""
+class _CaptureRouting:
+    """Hands each layer's routing to the capturer; it sees ops and changes none."""
 
     def __init__(self) -> None:
-        self.layer = 0
-        self.capturer = experts_capturer()
+        self.layer, self.capturer = 0, capturer()
 
     def __call__(self, contract: Any, arguments: dict[str, Any], result: Any) -> None:
         if contract.name == "route":
-            if self.capturer is not None:
-                self.capturer.capture(self.layer, result[1].to(torch.int32))
+            self.capturer.write(self.layer, *result)
             self.layer += 1
-
-
-def experts_capturer() -> Any:
-    """SGLang's own; None where no request can ask for routed experts."""
-    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
-
-    return get_global_experts_capturer()
 
 
 @contextmanager

@@ -73,6 +73,11 @@ class HybridPool:
         fresh_N = torch.where(contexts_N == 0, request_N.long(), 0)
         self.delta.clear(torch.cat([fresh_N.new_zeros(1), fresh_N]))
 
+    def clear_padding(self) -> None:
+        """Zeroes page 0 and slot 0."""
+        self.pages.clear_padding()
+        self.delta.clear([0])
+
 
 def served_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """What SGLang needs to know of a hybrid checkpoint, from config.json's fields, under names of its own configuration."""

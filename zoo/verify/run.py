@@ -16,6 +16,7 @@ from rich.table import Table
 from zoo.common import qualification
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import resolve
+from zoo.common.shards import check_file, check_folder
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
@@ -84,11 +85,10 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         raise ValueError("--engine sglang is not built yet; there is embedded")
     if asked.layout is not None:
         raise ValueError(f"--layout {asked.layout!r} is not supported yet: one device only")
-    if reproduction is not None and reproduction.exists() and any(reproduction.iterdir()):
-        raise ValueError(f"--reproduction {reproduction} is not empty")
-    for path in (json_file, report):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist")
+    if reproduction is not None:
+        check_folder(reproduction)
+    check_file("--json", json_file)
+    check_file("--report", report)
     device = device_of(asked.device)
     if asked.store is not None:
         qualification.use(asked.store)

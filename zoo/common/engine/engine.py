@@ -57,6 +57,8 @@ class Engine:
     ForServing, or weights whose writes torch does not count: those that want gradients (fused optimizers) or were made under
     inference mode.
 
+    An engine is for one thread: it has no lock, and two threads that drive it at once spoil its requests.
+
     Weights that were written or replaced behind the engine are refused at the next step, by identity, address and torch's
     version counter. A write that moves none of them (through `.data`, or by a kernel of yours) can't be seen: call
     `model.weights_changed()` and `update_weights([])` after it.

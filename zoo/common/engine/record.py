@@ -17,6 +17,7 @@ from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.common.training import ForRL
 
 REASONS = ("stop", "length", "abort")
+IDS = 1 << 31  # no vocabulary is larger
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,20 @@ class Completion:
                 raise ValueError(f"{name} must be a dictionary, not {values[name]!r:.40}")
         for name in ("prompt_ids", "output_ids"):
             ids = values[name]
-            wrong = [i for i in ids if type(i) is not int or i < 0] if isinstance(ids, list | tuple) else [ids]
+            wrong = [i for i in ids if type(i) is not int or not 0 <= i < IDS] if isinstance(ids, list | tuple) else [ids]
             if wrong:
-                raise ValueError(f"{name} must be a list of integers of at least 0, not {wrong[0]!r:.40}")
+                raise ValueError(f"{name} must be a list of integers of at least 0 and below 2^31, not {wrong[0]!r:.40}")
+        if not isinstance(values["request_id"], str):
+            raise ValueError(f"request_id must be text, not {values['request_id']!r:.40}")
         if not isinstance(values["exact"], bool):
             raise ValueError(f"exact must be True or False, not {values['exact']!r:.40}")
         for run in values["versions"] if isinstance(values["versions"], list | tuple) else [values["versions"]]:
             pair = isinstance(run, list | tuple) and len(run) == 2 and isinstance(run[0], str)
             if not pair or type(run[1]) is not int or run[1] < 1:
                 raise ValueError(f"versions must be runs [weights, rows of at least 1], not {run!r:.40}")
+        tokens = len(values["prompt_ids"]) + len(values["output_ids"])
+        if (rows := sum(count for _, count in values["versions"])) > tokens:
+            raise ValueError(f"versions count {rows} rows for {tokens} tokens")
         record = cls(**values)
         record = replace(
             record,

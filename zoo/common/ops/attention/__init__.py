@@ -27,7 +27,8 @@ CONTRACT = Contract(
     backward="flash backward from the saved output and log-sum-exp, deterministic order",
     launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "
     "times a non-finite value is NaN, so values must be finite in every key tile that a row reads: later rows of its own sequence (CPU "
-    "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed)",
+    "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed); on CUDA a score times scale times "
+    "log2(e) must stay below 2^30 in size: beyond it FlashAttention 4's exponent of the largest score is wrong by a rounding's error",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True,

@@ -19,7 +19,7 @@ from zoo.common.rows import Rows
 PARALLEL_BLOCKS = 132  # multiprocessors of an H200: the unaligned rival splits keys until they are busy
 
 
-_primed: set[tuple[Any, ...]] = set()  # launches of one row that followed one of two
+_primed: set[tuple[Any, ...]] = set()  # kinds of launches of one row that were compiled from two
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

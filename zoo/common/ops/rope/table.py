@@ -11,17 +11,25 @@ import math
 import torch
 from torch import Tensor
 
-# pi / 2 in three parts; a multiple below 2^20 of each of the first two is exact
+# pi / 2 in three parts; the first two have so few bits that FP64 holds their multiples up to MOST_RADIANS
 PARTS = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
+MOST_RADIANS = 1 << 22
 BLOCK = 1 << 19  # angles at a time
 SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1)]  # Taylor's; below 2^-54 is left out at pi / 4
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1)]
 
 
 def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
-    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do."""
+    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do.
+
+    ValueError beyond 2^22 radians.
+    """
     exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
+    if not positions * float(frequency.max()) <= MOST_RADIANS:
+        raise ValueError(
+            f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST_RADIANS}"
+        )
     table = torch.empty(positions, len(exponent), 2, dtype=torch.float32)
     step = max(1, BLOCK // max(len(exponent), 1))
     for first in range(0, positions, step):
@@ -31,7 +39,7 @@ def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
 
 
 def cosine_and_sine(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 angles of 0 to 2^20, any shape; each result within 2^-51 of the true value before its one rounding to FP32."""
+    """FP32 angles of 0 to 2^22, any shape; each result within 2^-51 of the true value before its one rounding to FP32."""
     x = angle.to(torch.float64)
     quarter = (x * (2 / math.pi)).round()
     for part in PARTS:
