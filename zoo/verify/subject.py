@@ -104,7 +104,9 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
     """One geometry, with fewer layers if asked. ValueError for a size or layer count that there is not."""
     known = sizes(arch)
     if size not in known:
-        raise ValueError(f"{arch} has no size {size!r}; there are {', '.join(known)}")
+        others = [other for other in SIZES if size in sizes(other)]
+        hint = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
+        raise ValueError(f"{arch} has no size {size!r}; there are {', '.join(known)}{hint}")
     config = known[size]
     if layers is None:
         return config

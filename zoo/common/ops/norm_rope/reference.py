@@ -34,7 +34,7 @@ def split_heads(qkv_RC: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 def value_heads(qkv_RC: Tensor, heads: Heads) -> Tensor:
     """The view v_RGE."""
-    return qkv_RC[:, -heads.keys * heads.width :].view(-1, heads.keys, heads.width)
+    return qkv_RC[:, -heads.keys * heads.width :].view(qkv_RC.shape[0], heads.keys, heads.width)
 
 
 def join_heads(q_RHE: Tensor, k_RGE: Tensor, v_RGE: Tensor, heads: Heads) -> Tensor:
