@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import importlib
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,54 @@ def test_control_without_tails_the_dirt_stays(serving: Qwen3ForServing) -> None:
     assert buffers[0][0].view(-1, PAGE, *shape[1:])[4].isnan().any()
 
 
+def dirty_pool(serving: Qwen3ForServing, pages: int) -> memory.KeyValuePool:
+    c = serving.config
+    shape = (pages * PAGE, c.kv_heads, c.head_dim)
+    return memory.KeyValuePool(
+        *([torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(c.layers)] for _ in range(2)), PAGE, torch.bfloat16
+    )
+
+
+def test_padded_prefills_of_a_dirty_pool_leave_every_byte(serving: Qwen3ForServing) -> None:
+    """The same prefills eagerly and padded, page 0 dirty too; what no captured prefill serves is left to the eager one."""
+    held = {3: list(range(40, 10, -2)), 5: [4, 9, 2], 1: list(range(41, 11, -2))}
+    made = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
+    plain, padded = dirty_pool(serving, 50), dirty_pool(serving, 50)
+    prefills = memory.PrefillSteps(made, 256, 100, "cpu")
+    assert list(prefills.steps) == [64]
+
+    def run(ids: Tensor, step: memory.Step, pool: memory.KeyValuePool) -> Tensor:
+        step.rows.launch.clear()
+        return serving.hidden_rows(ids, step.rows, pool.during(step), step.table_NB)
+
+    static = prefills.steps[64]
+    prefills.replays = {64: lambda: run(static.padded.ids_R, static.step, padded)}
+    before = {3: 0, 5: 0, 1: 0}
+    for counts in ({3: 13, 1: 20}, {3: 51, 5: 2}, {1: 64}, {5: 15, 3: 1, 1: 3}, {3: 40, 1: 33}):
+        requests, contexts = list(counts), [before[r] for r in counts]
+        before |= {r: before[r] + n for r, n in counts.items()}
+        rows = Rows.pushed(list(counts.values()), contexts, "cpu")
+        slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
+        step = made.extend(
+            torch.tensor(requests), rows.lengths_N, rows.positions_R, slots, torch.tensor(list(counts.values())),
+            torch.tensor(contexts), list(counts.values()), contexts,
+        )  # fmt: skip
+        ids = torch.randint(0, serving.config.vocabulary, (rows.count,))
+        wanted, found = run(ids, step, plain), prefills.push(ids, step)
+        assert (found is None) == (rows.count > 64)
+        if found is None:
+            found = run(ids, step, padded)
+        assert wanted.isfinite().all() and torch.equal(found.view(torch.int16), wanted.view(torch.int16)), counts
+        for mine, theirs in zip(padded.k_pages + padded.v_pages, plain.k_pages + plain.v_pages, strict=True):
+            assert torch.equal(mine[1:].view(torch.int16), theirs[1:].view(torch.int16)), counts
+            assert mine[0].isfinite().all()
+    # control: padding that does not clean its page
+    unclean = memory.PaddedStep(made, 64, 256, "cpu")
+    unclean.step.tail_R.zero_()
+    run(unclean.padded.ids_R, unclean.step, pool := dirty_pool(serving, 50))
+    assert pool.k_pages[0][0].isnan().any()
+
+
 @pytest.mark.parametrize(
     ("context", "segment", "lengths"),
     [
@@ -273,7 +322,7 @@ def test_stand_in_a_model_of_another_family_is_refused() -> None:
 
 def test_stand_in_graphs_that_the_plugin_does_not_capture_are_refused() -> None:
     graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="breakable"), decode=types.SimpleNamespace(backend="full"))
-    with pytest.raises(ValueError, match="prefill without CUDA graphs, not breakable"):
+    with pytest.raises(ValueError, match="prefill without SGLang's CUDA graphs, not breakable"):
         options.check(arguments(sampling_backend="zoo", cuda_graph_config=graphs))
 
 
@@ -687,6 +736,115 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert around_create(lambda **given: ("original", given), device="cuda") == ("original", {"device": "cuda"})
     assert around_collect(lambda p, req: "kept", None, types.SimpleNamespace(routed_experts=1, customized_info=None)) == "kept"
     assert page.after_sampling_info("kept", dict, None, 8) == "kept"
+
+
+class DecodeRunner:
+    """Stands for SGLang's runner of decode graphs with its full backend: a replay runs the captured function again."""
+
+    def __init__(self, model: Any, backend: Any, args: Any) -> None:
+        self.model_runner, self.attn_backend = types.SimpleNamespace(model=model, server_args=args), backend
+        self.backend, self.kept, self.order = self, {}, []
+        self._capture_one_stream()
+
+    def _capture_one_stream(self, stream_idx: int | None = None) -> None:
+        self.order.append("decode")
+
+    def _make_graph_key(self, size: int, stream_idx: int | None = None, variant_label: str | None = None) -> tuple[Any, ...]:
+        return size, stream_idx, variant_label
+
+    def capture_one(self, key: Any, run: Callable[[], Tensor]) -> None:
+        self.order.append(key)
+        self.kept[key] = run, run()
+
+    def replay(self, key: Any, batch: Any) -> Tensor:
+        run, out = self.kept[key]
+        return out.copy_(run())
+
+
+@pytest.fixture
+def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """The plugin's pages that only a scheduler imports, over stand-ins of what they take from SGLang."""
+    found = types.SimpleNamespace(backend=None, capturer=None)
+    taken: dict[str, dict[str, Any]] = {
+        "layers.attention.base_attn_backend": {"AttentionBackend": object},
+        "layers.logits_processor": {"LogitsProcessorOutput": types.SimpleNamespace},
+        "model_executor.forward_context": {"get_attn_backend": lambda: found.backend},
+        "model_executor.runner.decode_cuda_graph_runner": {"DecodeCudaGraphRunner": DecodeRunner},
+        "runtime_context": {"get_server_args": None},
+        "state_capturer.routed_experts": {"get_global_experts_capturer": lambda: found.capturer},
+    }
+    for name, values in taken.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", types.SimpleNamespace(**values))  # type: ignore[arg-type]
+    ours = [f"zoo.sglang_plugin.{name}" for name in ("backend", "served", "graphs")]
+    before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
+    try:
+        found.backend_page, found.served, found.graphs = (importlib.import_module(name) for name in ours)
+        yield found
+    finally:
+        for name in ours:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "captured"),
+    [({}, 512, [256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
+     ({"disable_prefill_cuda_graph": True}, 512, [])],
+)  # fmt: skip
+def test_stand_in_prefill_graphs_in_the_decode_runner(
+    scheduler_pages: types.SimpleNamespace, changed: dict[str, Any], rows: int, captured: list[int]
+) -> None:
+    """Captured after decode's, the large first; a prefill that fits replays and its routing arrives; others run eagerly."""
+    zoo = Qwen3ForServing.from_config(MOE_SIZES["tiny"], seed=3, device="cpu")
+    c = zoo.config
+    args = types.SimpleNamespace(**({"disable_prefill_cuda_graph": False, "chunked_prefill_size": 8192} | changed))
+    model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
+    torch.nn.Module.__init__(model)
+    model.zoo, model._checked, model._returns_routing = zoo, True, True
+    held = {3: list(range(40, 10, -2)), 1: list(range(41, 11, -2))}
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.builder = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
+    backend.context, backend.device, backend.prefills, backend.pool = 256, "cpu", None, dirty_pool(zoo, 50)
+    capturer = RoutingCapturer(c.layers, c.experts_per_token, rows, 50 * PAGE, "cpu")
+    scheduler_pages.backend, scheduler_pages.capturer = backend, capturer
+    runner = scheduler_pages.graphs.BoundedGraphRunner(model, backend, args)
+    assert runner.order == ["decode", *[(count, None, "prefill") for count in captured]]
+
+    mode = types.SimpleNamespace(is_decode_or_idle=lambda: False)
+    batch = types.SimpleNamespace(forward_mode=mode, return_logprob=False)
+    before = {3: 0, 1: 0}
+    replayed = []
+    for counts in ({3: 60}, {3: 3, 1: 20}, {1: 70}):
+        requests, contexts = list(counts), [before[r] for r in counts]
+        before |= {r: before[r] + n for r, n in counts.items()}
+        live = Rows.pushed(list(counts.values()), contexts, "cpu")
+        slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
+        ids = torch.randint(0, c.vocabulary, (live.count,))
+        seen = []
+        for eager, routing_on in ((True, True), (False, True), (False, False)):
+            backend.forward_metadata = backend.builder.extend(
+                torch.tensor(requests), live.lengths_N, live.positions_R, slots, torch.tensor(list(counts.values())),
+                torch.tensor(contexts), list(counts.values()), contexts,
+            )  # fmt: skip
+            capturer.entry_RLC.fill_(-1)
+            capturer.host_SLC.fill_(-1)
+            kept, backend.prefills = backend.prefills, None if eager else backend.prefills
+            model._returns_routing = routing_on
+            logits = model.forward(ids, live.positions_R, batch).next_token_logits
+            backend.prefills = kept
+            capturer.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None)
+            host = capturer.host_SLC.clone()
+            seen.append((logits, host[slots]))
+            host[slots] = -1
+            assert host.eq(-1).all()  # no other token's entry is touched
+            if not eager and routing_on:
+                replayed.append(capturer.entry_RLC[live.count :].ge(0).any())
+        eagerly, by_graph, unheard = seen
+        assert eagerly[1].ge(0).all() and all(torch.equal(a, b) for a, b in zip(eagerly, by_graph, strict=True)), counts
+        # control: a replay that does not write into the capturer is seen
+        assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
+    # padded rows leave their routing behind the live ones, where nobody reads
+    assert replayed == [64 in captured, 64 in captured, 128 in captured]
 
 
 @pytest.mark.slow

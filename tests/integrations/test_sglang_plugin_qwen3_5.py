@@ -49,7 +49,15 @@ class Server:
         self.table[0] = 0
         self.free = torch.arange(1, pages)
         self.builder = memory.StepBuilder(self.table, PAGE, SEGMENT, POSITIONS)
-        self.free_places = [3, 1, 4, 2]
+        self.prefills: memory.PrefillSteps | None = None
+
+    def pad(self, steps: type[memory.PrefillSteps] = memory.PrefillSteps) -> None:
+        """Prefills run padded from now on, as captured ones do."""
+        self.prefills = steps(self.builder, SEGMENT, 256, "cpu")
+        self.prefills.replays = {
+            count: lambda s=step: self.run(s.padded.ids_R, s.step)  # type: ignore[misc]
+            for count, step in self.prefills.steps.items()
+        }
 
     def extend(self, parts: list[tuple[str, int, list[int], int]]) -> Tensor:
         """(request id, place, tokens, context) of each: final rows."""
@@ -68,7 +76,9 @@ class Server:
             places, length, rows.positions_R, mine, torch.tensor(counts, dtype=torch.int32), prefix.int(), counts, contexts
         )
         self.pool.begin([rid for rid, *_ in parts], places, prefix.int(), counts, contexts)
-        return self.run(torch.tensor([t for _, _, ids, _ in parts for t in ids]), step)
+        flat = torch.tensor([t for _, _, ids, _ in parts for t in ids])
+        found = self.prefills.push(flat, step) if self.prefills is not None else None
+        return self.run(flat, step) if found is None else found
 
     def decode(self, parts: list[tuple[int, int, int]], padded: int = 0) -> Tensor:
         """(place, token, length with it) of each; `padded` rows more, as a graph of a larger batch has them."""
@@ -89,6 +99,7 @@ class Server:
         self.free = torch.cat([self.table[place, :length:PAGE].long() // PAGE, self.free])
 
     def run(self, ids: Tensor, step: memory.Step) -> Tensor:
+        step.rows.launch.clear()
         return self.serving.hidden_rows(ids, step.rows, self.pool.during(step), step.table_NB)
 
 
@@ -198,6 +209,65 @@ def test_control_without_a_clean_slot_the_bytes_differ() -> None:
             server.pool.begin = lambda *a: None  # type: ignore[method-assign]
         rows[clean] = server.extend([("second", 1, second, 0)])
     assert not torch.equal(rows[True], rows[False])
+
+
+class LivePadding(memory.PrefillSteps):
+    """A fault: padding has the place of request 3."""
+
+    def push(self, ids_R: Tensor, step: memory.Step) -> Tensor | None:
+        def faulty(run: Any, padded: memory.PaddedStep) -> Tensor:
+            padded.step.request_N[step.request_N.shape[0]] = 3
+            return run()
+
+        right = self.replays
+        self.replays = {count: lambda c=count: faulty(right[c], self.steps[c]) for count in right}  # type: ignore[misc]
+        try:
+            return super().push(ids_R, step)
+        finally:
+            self.replays = right
+
+
+def pushed(server: Server) -> list[tuple[Tensor, list[Tensor]]]:
+    """Final rows of each forward, and after it every byte of states and pages that padding does not own. All memory starts NaN."""
+    a, b, c = tokens(200, 1), tokens(70, 2), tokens(67, 3)
+    forwards: list[Any] = [
+        lambda: server.extend([("a", 3, a[:80], 0), ("b", 1, b[:60], 0)]),
+        lambda: server.extend([("a", 3, a[80:125], 80)]),
+        lambda: server.decode([(1, b[60], 61), (3, a[125], 126)], padded=2),
+        lambda: server.extend([("c", 4, c[:64], 0)]),  # fills its bucket
+        lambda: server.extend([("b", 2, b[:1], 0), ("c", 4, c[64:], 64)]),
+        lambda: server.decode([(4, c[0], 68), (3, a[126], 127)], padded=1),
+    ]
+    seen = []
+    pools = server.pool.pages
+    for forward in forwards:
+        rows = forward().clone()
+        states = [t[:, 1:].clone() for t in (*server.delta.pools.values(), server.delta.carry_LSWC)]
+        seen.append((rows, [*states, *(t[1:].clone() for t in (*pools.k_pages, *pools.v_pages))]))
+    return seen
+
+
+def first_difference(one: list[tuple[Tensor, list[Tensor]]], two: list[tuple[Tensor, list[Tensor]]]) -> int | None:
+    """The forward after which something differs."""
+    for n, ((rows, held), (other, kept)) in enumerate(zip(one, two, strict=True)):
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip([rows, *held], [other, *kept], strict=True)):
+            return n
+    return None
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str) -> None:
+    serving, _ = twins(kind)
+    plain, padded = Server(serving), Server(serving)
+    padded.pad()
+    wanted = pushed(plain)
+    assert wanted[0][0].isfinite().all() and first_difference(wanted, pushed(padded)) is None
+    pages = (t[0] for t in (*padded.pool.pages.k_pages, *padded.pool.pages.v_pages))
+    states = (t[:, 0] for t in (*padded.delta.pools.values(), padded.delta.carry_LSWC))
+    assert all(t.isfinite().all() for t in (*pages, *states))
+    leaking = Server(serving)
+    leaking.pad(LivePadding)
+    assert first_difference(wanted, pushed(leaking)) == 0
 
 
 def test_a_prefix_of_another_request_is_refused() -> None:

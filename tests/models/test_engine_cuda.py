@@ -49,6 +49,7 @@ def test_graphs_eager_and_their_mixtures_are_the_trainers_bytes(kind: str) -> No
         engine = Engine(model, **{"pages": 16, "graphs": True, **options})
         assert [numbers(record) for record in mixed(engine, pattern)] == expected
         assert engine.stats.graph_steps > 0
+        assert pattern != [True] or engine.stats.graph_rows == engine.stats.prefill_rows
 
 
 def test_graphs_follow_new_weights() -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from zoo.common.rows import Rows
 
 RESERVED_PAGE = 0  # padding rows of a CUDA graph write here; no sequence ever owns it
+RESERVED_SLOT = 0  # likewise, in a memory with slots
 
 
 @dataclass(frozen=True)

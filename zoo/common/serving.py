@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.memory import ServingMemory
+from zoo.common.memory import RESERVED_SLOT, ServingMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows
+
+PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next, more run eagerly
+PREFILL_SEQUENCES = 8  # of a captured prefill at most, padding not counted
 
 
 class ForServing(Pretrained, nn.Module):
@@ -29,6 +33,15 @@ class ForServing(Pretrained, nn.Module):
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         """Token ids to final normed rows [R, D], writing memory: the subclass's loop."""
         raise AssertionError("written by each architecture")
+
+    @property
+    def captured_length(self) -> int:
+        """Tokens of a sequence in a captured prefill at most: one key segment, which is one pass of attention. 0: none is captured.
+
+        The aligned program's kernels take every size that changes from the device; a rival's may wait for the host.
+        """
+        positions = self.config.positions
+        return min(self.program.key_segment(self.config.head_dim) or positions, positions) if self.program.name == "aligned" else 0
 
     @own_dtypes
     @torch.no_grad()
@@ -84,15 +97,7 @@ class DecodeGraph:
             max_rows=1,
             max_length=min(blocks * memory.page_size, model.config.positions),
         )
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
-            for _ in range(2):
-                model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.logits_NV = model.decode(self.ids_N, self.rows, memory, self.page_table_NB)
+        self.graph, self.logits_NV = captured(lambda: model.decode(self.ids_N, self.rows, memory, self.page_table_NB), pool)
 
     def replay(self, ids_N: Tensor, positions_N: Tensor, page_table_NB: Tensor) -> Tensor:
         """Logits [n, V] of n <= batch sequences; valid until the next replay."""
@@ -103,3 +108,98 @@ class DecodeGraph:
         self.page_table_NB.zero_()[:live, :blocks].copy_(page_table_NB)
         self.graph.replay()
         return self.logits_NV[:live]
+
+
+class PrefillGraph:
+    """One captured prefill of at most `count` rows; see PaddedRows. `pool` as in DecodeGraph."""
+
+    def __init__(self, model: ForServing, memory: ServingMemory, count: int, pool: Any = None) -> None:
+        length = model.captured_length
+        device = next(model.parameters()).device
+        self.memory = memory
+        self.padded = PaddedRows(count, length, memory.columns(memory.pages_for(length)), device)
+        ids_R, rows, table_NB = self.padded.ids_R, self.padded.rows, self.padded.table_NB
+        self.graph, self.hidden_RD = captured(lambda: model.prefill(ids_R, rows, memory, table_NB), pool)
+
+    def replay(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> Tensor:
+        """Final rows [R, D] of a batch that `prefill_count` gives this count; valid until the next replay."""
+        if self.memory.slots:
+            self.memory.clear([], [RESERVED_SLOT])  # else padding's state would go on from one replay to the next
+        self.padded.fill(ids_R, rows, table_NB)
+        self.graph.replay()
+        return self.hidden_RD[: rows.count]
+
+
+def prefill_count(rows: Rows, length: int) -> int | None:
+    """Rows of the captured prefill that serves `rows`, for sequences of up to `length` tokens; None: they run eagerly."""
+    if rows.lengths_N.shape[0] > PREFILL_SEQUENCES or rows.max_length > length:
+        return None
+    return next((count for count in PREFILL_ROWS if rows.count <= count <= length), None)
+
+
+class PaddedRows:
+    """The static inputs of a captured prefill: `count` rows of up to PREFILL_SEQUENCES sequences of at most `length` tokens each.
+
+    The live sequences come first, then one of padding that owns the rows left over, then empty ones (no rows, length 0). Padding's
+    rows of the table are zeros, so it reads and writes the reserved page and slot 0 alone, which no live sequence has. By the row
+    and the place law live rows have the bytes that they have without it; its own are finite and never read.
+
+    ids_R     int64
+    rows      kept: a graph reads its tensors on every replay
+    table_NB  int32, as `hidden_rows` takes it
+    """
+
+    def __init__(self, count: int, length: int, columns: int, device: torch.device | str) -> None:
+        assert 0 < count <= length, f"padding may own all {count} rows, a sequence has at most {length}"
+        sequences = PREFILL_SEQUENCES + 1
+        self.count = count
+        self.ids_R = torch.zeros(count, dtype=torch.int64, device=device)
+        self.table_NB = torch.zeros(sequences, columns, dtype=torch.int32, device=device)
+        self.rows = Rows(
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.zeros(sequences + 1, dtype=torch.int32, device=device),
+            torch.zeros(sequences, dtype=torch.int32, device=device),
+            max_rows=count,
+            max_length=length,
+        )
+        self._ramp_R = torch.arange(count, device=device)
+        self._pad(0, 0)
+
+    def fill(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> None:
+        """The next live rows, on the current stream and without waiting for it. `prefill_count(rows, length)` is at most `count`."""
+        live, sequences = rows.count, rows.lengths_N.shape[0]
+        mine = self.rows
+        assert live <= self.count and sequences <= PREFILL_SEQUENCES and rows.max_length <= mine.max_length
+        self._pad(live, sequences)
+        self.ids_R[:live].copy_(ids_R)
+        mine.positions_R[:live].copy_(rows.positions_R)
+        mine.sequence_R[:live].copy_(rows.sequence_R)
+        mine.starts_N1[: sequences + 1].copy_(rows.starts_N1)
+        mine.lengths_N[:sequences].copy_(rows.lengths_N)
+        self.table_NB[:sequences, : table_NB.shape[1]].copy_(table_NB)
+
+    def _pad(self, live: int, sequences: int) -> None:
+        """All that is behind `live` rows of `sequences` sequences."""
+        mine, left = self.rows, self.count - live
+        self.ids_R[live:].zero_()
+        mine.positions_R[live:].copy_(self._ramp_R[:left])
+        mine.sequence_R[live:].fill_(sequences)
+        mine.starts_N1[sequences + 1 :].fill_(self.count)
+        mine.lengths_N[sequences:].zero_()
+        mine.lengths_N[sequences : sequences + 1].fill_(left)
+        self.table_NB.zero_()
+
+
+def captured(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """`run` as a graph, and what each replay overwrites."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels compile and libraries pick their workspaces before the capture
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph, result

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from zoo.common.serving import ForServing
-from zoo.sglang_plugin.memory import GraphSteps, KeyValuePool, Step, StepBuilder
+from zoo.sglang_plugin.memory import GraphSteps, KeyValuePool, PrefillSteps, Step, StepBuilder
 
 
 class PagedBackend(AttentionBackend):
@@ -39,6 +39,7 @@ class PagedBackend(AttentionBackend):
             self.req_to_token_pool.req_to_token, runner.page_size, program.key_segment(config.head_dim), config.positions
         )
         self.graphs: GraphSteps | None = None
+        self.prefills: PrefillSteps | None = None  # of the graph runner; none where graphs are disabled
         self._capturing: int | None = None
 
     @property
@@ -67,6 +68,7 @@ class PagedBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graphs = GraphSteps(self.builder, max_bs, self.context, self.device)
+        self.prefills = None  # a runner that captures again lets the old ones go first
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -40,13 +40,13 @@ class RoutingCapturer:
     """
 
     def __init__(self, layers: int, top_k: int, rows: int, slots: int, device: torch.device | str) -> None:
-        self.top_k = top_k
+        self.rows, self.top_k = rows, top_k
         self.entry_RLC = torch.zeros(rows, layers, 2 * top_k, dtype=torch.int32, device=device)
         self.host_SLC = torch.zeros(slots, layers, 2 * top_k, dtype=torch.int32)
         self._weights: Tensor | None = None
 
     def write(self, layer: int, weights_RK: Tensor, experts_RK: Tensor) -> None:
-        """One layer's routing of the forward now running."""
+        """One layer's routing of the forward now running, or of each replay of the graph now captured: padding's rows come last."""
         assert weights_RK.dtype == torch.float32
         rows_RC = self.entry_RLC[: len(experts_RK), layer]
         rows_RC[:, : self.top_k] = experts_RK

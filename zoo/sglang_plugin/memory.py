@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zoo.common.memory import KeyValues
 from zoo.common.rows import Rows
+from zoo.common.serving import PREFILL_ROWS, PREFILL_SEQUENCES, PaddedRows, prefill_count
 
 
 @dataclass(frozen=True)
@@ -262,3 +263,57 @@ def graph_lengths(context: int, segment: int | None) -> list[int]:
     while 8 * lengths[-1] <= context:
         lengths.append(4 * lengths[-1])
     return [*lengths, context]
+
+
+class PaddedStep:
+    """A static prefill step: `PaddedRows`, and where they go.
+
+    Padding rows all go to slot 0 and the last one zeroes the rest of page 0, so they read finite values whatever that page held.
+    """
+
+    def __init__(self, builder: StepBuilder, count: int, length: int, device: torch.device | str) -> None:
+        self.padded = PaddedRows(count, length, builder.bound(length).columns, device)
+        self.step = Step(
+            self.padded.rows,
+            self.padded.table_NB,
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.zeros(PREFILL_SEQUENCES + 1, dtype=torch.int64, device=device),
+        )
+        self._rest = builder.page_size - 1
+        self._pad(0, 0)
+
+    def fill(self, ids_R: Tensor, live: Step) -> None:
+        """The next live rows, on the current stream."""
+        self.padded.fill(ids_R, live.rows, live.table_NB)
+        rows, sequences = live.rows.count, live.request_N.shape[0]
+        self._pad(rows, sequences)
+        self.step.slot_R[:rows].copy_(live.slot_R)
+        self.step.tail_R[:rows].copy_(live.tail_R)
+        self.step.request_N[:sequences].copy_(live.request_N)
+
+    def _pad(self, live: int, sequences: int) -> None:
+        self.step.slot_R[live:].zero_()
+        self.step.tail_R[live:].zero_()
+        self.step.tail_R[max(live, self.padded.count - 1) :].fill_(self._rest)
+        self.step.request_N[sequences:].zero_()
+
+
+class PrefillSteps:
+    """Static prefill steps, one per captured number of rows up to `most`, for sequences of up to `length` tokens.
+
+    replays  what runs each of them and returns its final rows [count, D]; whoever captures them fills it
+    """
+
+    def __init__(self, builder: StepBuilder, length: int, most: int, device: torch.device | str) -> None:
+        self.length = length
+        self.steps = {count: PaddedStep(builder, count, length, device) for count in PREFILL_ROWS if count <= min(length, most)}
+        self.replays: dict[int, Callable[[], Tensor]] = {}
+
+    def push(self, ids_R: Tensor, step: Step) -> Tensor | None:
+        """The final rows [R, D] of a prefill by graph, valid until the next one; None where no graph serves it."""
+        count = prefill_count(step.rows, self.length)
+        if count not in self.replays:
+            return None
+        self.steps[count].fill(ids_R, step)
+        return self.replays[count]()[: step.rows.count]

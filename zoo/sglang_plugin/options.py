@@ -182,7 +182,7 @@ def check(args: Any) -> None:
     graphs = args.cuda_graph_config
     if graphs is not None:
         if str(graphs.prefill.backend) != "disabled":
-            raise ValueError(f"--attention-backend {backend} runs prefill without CUDA graphs, not {graphs.prefill.backend!s}")
+            raise ValueError(f"--attention-backend {backend} runs prefill without SGLang's CUDA graphs, not {graphs.prefill.backend!s}")
         if str(graphs.decode.backend) not in ("full", "disabled"):
             raise ValueError(f"--attention-backend {backend} captures decode whole or not at all, not {graphs.decode.backend!s}")
     if args.sampling_backend != SAMPLER:

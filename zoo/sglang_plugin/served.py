@@ -19,12 +19,12 @@ from zoo.common.hub import read_config
 from zoo.common.layers import RotaryTable
 from zoo.common.program import resolve
 from zoo.common.registry import model_class
-from zoo.common.serving import ForServing
+from zoo.common.serving import PREFILL_ROWS, ForServing
 from zoo.sglang_plugin.backend import PagedBackend
 from zoo.sglang_plugin.capturer import capturer
 from zoo.sglang_plugin.columns import WeightsState
 from zoo.sglang_plugin.loading import load
-from zoo.sglang_plugin.memory import KeyValuePool
+from zoo.sglang_plugin.memory import KeyValuePool, Step
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.scores import prompt_scores
 
@@ -72,11 +72,11 @@ class Served(nn.Module):
         if not self._checked:
             self._check(backend)
         step = backend.step
-        step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
-        with ops.watch(_CaptureRouting()) if self._returns_routing else nullcontext():
-            hidden_RD = self.zoo.hidden_rows(input_ids, step.rows, backend.pool.during(step), step.table_NB)
         if forward_batch.forward_mode.is_decode_or_idle():
-            return LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD))
+            return LogitsProcessorOutput(next_token_logits=self.zoo.logits(self.hidden_rows(input_ids, step, backend)))
+        hidden_RD = backend.prefills.push(input_ids, step) if backend.prefills is not None else None
+        if hidden_RD is None:
+            hidden_RD = self.hidden_rows(input_ids, step, backend)
         last_N = step.rows.starts_N1[1:].long() - 1
         output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD.index_select(0, last_N)))
         if forward_batch.return_logprob:
@@ -88,6 +88,18 @@ class Served(nn.Module):
             for name, value in vars(scores).items() if scores is not None else ():
                 setattr(output, name, value)
         return output
+
+    @torch.no_grad()
+    def hidden_rows(self, ids_R: Tensor, step: Step, backend: PagedBackend) -> Tensor:
+        """Final rows [R, D] of a step, kernel by kernel: what runs eagerly and what graphs capture."""
+        step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
+        with ops.watch(_CaptureRouting()) if self._returns_routing else nullcontext():
+            return self.zoo.hidden_rows(ids_R, step.rows, backend.pool.during(step), step.table_NB)
+
+    def most_rows(self, chunk: int) -> int:
+        """Rows of the largest prefill to capture: what a forward can bring (`chunk`: --chunked-prefill-size), and the capturer holds."""
+        most = chunk if chunk > 0 else max(PREFILL_ROWS)
+        return min(most, capturer().rows) if self._returns_routing else most
 
     def _check(self, backend: Any) -> None:
         """At the first forward: what runs is what was asked for. RuntimeError otherwise."""

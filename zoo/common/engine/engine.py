@@ -28,12 +28,13 @@ MODES = ("recompute", "keep")
 
 @dataclass
 class Stats:
-    """Counts since the engine was made. Rows are tokens pushed through the layers."""
+    """Counts since the engine was made. Rows are tokens pushed through the layers; `graph_rows` of the prefill's by CUDA graph."""
 
     steps: int = 0
     graph_steps: int = 0
     decode_rows: int = 0
     prefill_rows: int = 0
+    graph_rows: int = 0
     reused_rows: int = 0
     preemptions: int = 0
 
@@ -49,7 +50,7 @@ class Engine:
     snapshot_stride
                   where sequences hold state beside their pages (recurrent layers), a prefix is reused up to a snapshot of it:
                   one is taken every so many tokens and at the end of a prompt's last whole chunk; a push ends there
-    graphs        decode by CUDA graph; by default on a GPU
+    graphs        decode and short prefills by CUDA graph; by default on a GPU
     progress      `run` and `generate` show a bar
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
@@ -354,6 +355,7 @@ class Engine:
         self.stats.graph_steps += bool(single) and self.graphs
         self.stats.decode_rows += len(single)
         self.stats.prefill_rows += sum(count for _, count in chunks)
+        self.stats.graph_rows += self.runner.replayed
         self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
 
     def _start_over(self) -> None:

@@ -13,24 +13,31 @@ from zoo.common.engine.scheduler import Request
 from zoo.common.memory import ServingMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import Drawn, RowSampling, sample
-from zoo.common.serving import DecodeGraph, ForServing
+from zoo.common.serving import DecodeGraph, ForServing, PrefillGraph, prefill_count
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
 class Runner:
-    """One model over one memory. Graphs are captured when first needed, one per bucket of batch and pages."""
+    """One model over one memory. Graphs are captured when first needed.
+
+    Decode has one per bucket of batch and pages, prefill one per bucket of rows, for sequences within one key segment.
+
+    replayed  prompt rows that the last push gave to a graph
+    """
 
     def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool) -> None:
         self.model, self.memory, self.graphs = model, memory, graphs
         self.device = next(model.parameters()).device
+        self.replayed = 0
         self._captured: dict[tuple[int, int], DecodeGraph] = {}
+        self._prefills: dict[int, PrefillGraph] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if graphs else None
         self._batch: tuple[list[Request], RowSampling] | None = None
 
     def push(self, single: list[Request], chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
         """Pushes the last row of each of `single` and the next rows of `chunks`; draws for those that reached their end."""
-        drawn = []
+        drawn, self.replayed = [], 0
         if single:
             drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
         return drawn + (self._prefill(chunks) if chunks else [])
@@ -50,6 +57,16 @@ class Runner:
             self._captured[key] = DecodeGraph(self.model, self.memory, *key, pool=self._pool)
         positions_N = torch.tensor([r.computed for r in requests])
         return self._captured[key].replay(ids_N, positions_N, self._table(requests, blocks))
+
+    def _hidden(self, ids_R: Tensor, rows: Rows, table_NB: Tensor, wanted_W: Tensor) -> Tensor:
+        """The final rows [W, D] of `wanted_W` of a prefill."""
+        count = prefill_count(rows, self.model.captured_length) if self.graphs else None
+        if count is None:
+            return self.model.prefill(ids_R, rows, self.memory, table_NB, wanted_W)
+        if count not in self._prefills:
+            self._prefills[count] = PrefillGraph(self.model, self.memory, count, pool=self._pool)
+        self.replayed = rows.count
+        return self._prefills[count].replay(ids_R, rows, table_NB).index_select(0, wanted_W)
 
     def _decode_sampling(self, requests: list[Request]) -> RowSampling:
         """The batch's sampling rows; while its members stay, only positions are sent again."""
@@ -80,7 +97,7 @@ class Runner:
         rows = Rows.pushed([count for _, count in chunks], [r.computed for r in requests], self.device)
         table_NB = self._table(requests, max(len(r.pages) for r in requests))
         wanted_W = torch.tensor(draw_rows + score_rows, dtype=torch.int64).to(self.device)
-        hidden_WD = self.model.prefill(torch.tensor(ids).to(self.device), rows, self.memory, table_NB, wanted_W)
+        hidden_WD = self._hidden(torch.tensor(ids).to(self.device), rows, table_NB, wanted_W)
         if scored:
             targets_W = torch.tensor([r.tokens[position] for r, position in scored]).to(self.device)
             values = self.model.log_prob(hidden_WD[len(draws) :], targets_W).tolist()

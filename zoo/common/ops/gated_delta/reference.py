@@ -88,7 +88,7 @@ def _push(chunk: LiveChunk, live: int, *operands: Tensor) -> Tensor:
         if live == CHUNK:
             close(chunk)
             live = 0
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else operands[2]  # a sequence without rows
 
 
 def product(left_VMX: Tensor, right_VXY: Tensor) -> Tensor:

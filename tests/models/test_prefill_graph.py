@@ -1,0 +1,205 @@
+"""Captured prefills: rows padded to a bucket give the bytes of the rows alone, hidden rows, pages and states. Faults are caught.
+
+Without a GPU the static rows run through the same code again in place of a replay; with one they are captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import numbers
+from prefill_harness import MODELS, Sequences, made, pools, rerun, same
+
+from zoo.common import serving
+from zoo.common.engine import Engine
+from zoo.common.engine.runner import Runner
+from zoo.common.rows import Rows
+from zoo.common.sampling import SamplingParams
+from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_count
+from zoo.qwen3 import Qwen3ForServing
+
+KINDS = tuple(MODELS)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [130, 131, 70, 66, 5, 5, 5, 205]
+# pushed one after another through the same static tensors
+PUSHES: list[dict[int, int]] = [
+    {0: 13, 1: 70, 2: 1},  # cut inside a chunk of 64
+    {2: 63, 0: 51},  # chunks closed to the row
+    {1: 60, 0: 1, 2: 2, 3: 5},
+    {3: 59},
+    {0: 64},  # fills its bucket: nothing is padded
+    {4: 1, 1: 1, 6: 1, 5: 2, 7: 5, 0: 1, 2: 4, 3: 2},  # as many sequences as there may be
+    {7: 200},
+    {4: 4, 5: 3},
+]
+LONG = [900, 1500]  # of a GPU, whose key segments are longer
+LONG_PUSHES: list[dict[int, int]] = [{8: 700, 9: 1}, {9: 999}, {8: 200, 9: 500}]
+
+
+def prepared(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequences, Sequences, list[dict[int, int]]]:
+    """Two equal sets of sequences, and the pushes of this device."""
+    if device == "cpu":
+        monkeypatch.setattr(serving, "captured", rerun)
+    lengths, pushes = (LENGTHS, PUSHES) if device == "cpu" else (LENGTHS + LONG, PUSHES + LONG_PUSHES)
+    model = made(kind, device)
+    page = None if device == "cuda" else 16 if kind == "qwen3" else 80
+    return Sequences(model, lengths, page), Sequences(model, lengths, page), pushes
+
+
+def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]]) -> list[str]:
+    """What differs after each push, pushed eagerly and through captured prefills."""
+    model, found = plain.model, []
+    graphs: dict[int, PrefillGraph] = {}
+    for step, counts in enumerate(pushes):
+        ids, rows, table = plain.batch(counts)
+        wanted = model.prefill(ids, rows, plain.memory, table)
+        assert wanted.isfinite().all()
+        ids, rows, table = padded.batch(counts)
+        count = prefill_count(rows, model.captured_length)
+        assert count is not None
+        if count not in graphs:
+            graphs[count] = PrefillGraph(model, padded.memory, count)
+        found += [] if same(graphs[count].replay(ids, rows, table), wanted) else [f"push {step}: hidden rows"]
+        found += [f"push {step}: pool {n}" for n, (a, b) in enumerate(zip(plain.alive(), padded.alive(), strict=True)) if not same(a, b)]
+    assert len(graphs) > 2
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_prefills_leave_every_byte(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, padded, pushes = prepared(kind, device, monkeypatch)
+    assert not differing(plain, padded, pushes)
+    assert all(pool[:, 0].isfinite().all() for pool in pools(padded.memory))
+
+
+@pytest.mark.gpu
+def test_padded_prefills_of_wide_heads_leave_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not differing(*prepared("wide", "cuda", monkeypatch))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_even_padding_of_nan_reaches_nobody(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, padded, pushes = prepared(kind, device, monkeypatch)
+    with torch.no_grad():
+        for sequences in (plain, padded):
+            sequences.model.model.embed.weight[0] = torch.nan  # padding's token, which no sequence has
+    assert not differing(plain, padded, pushes)
+    assert pools(padded.memory)[0][:, 0].isnan().any()
+
+
+class OnALivePage(PaddedRows):
+    """A fault: padding's pages are the first page of somebody (in a memory with slots the table's first column is one)."""
+
+    page, first = 0, 0
+
+    def _pad(self, live: int, sequences: int) -> None:
+        super()._pad(live, sequences)
+        self.table_NB[sequences, self.first :] = self.page
+
+
+class OnALiveSlot(PaddedRows):
+    """A fault: padding has the slot of somebody."""
+
+    slot = 0
+
+    def _pad(self, live: int, sequences: int) -> None:
+        super()._pad(live, sequences)
+        self.table_NB[sequences, 0] = self.slot
+
+
+class OfALiveSequence(PaddedRows):
+    """A fault: the rows left over say that they are the last live sequence's."""
+
+    def _pad(self, live: int, sequences: int) -> None:
+        super()._pad(live, sequences)
+        self.rows.sequence_R[live:] = max(sequences - 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [("qwen3", OnALivePage), ("qwen3_5", OnALivePage), ("qwen3_5", OnALiveSlot), ("qwen3", OfALiveSequence), ("qwen3_5", OfALiveSequence)],
+)
+def test_padding_that_leaks_is_caught(kind: str, fault: type[PaddedRows], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, padded, pushes = prepared(kind, "cpu", monkeypatch)
+    monkeypatch.setattr(OnALivePage, "page", padded.pages[1][0])
+    monkeypatch.setattr(OnALivePage, "first", 1 if padded.memory.slots else 0)
+    monkeypatch.setattr(OnALiveSlot, "slot", padded.slots[1])
+    monkeypatch.setattr(serving, "PaddedRows", fault)
+    assert differing(plain, padded, pushes)
+
+
+def test_static_rows_in_numbers() -> None:
+    padded = PaddedRows(64, 256, 3, "cpu")
+    rows, addresses = padded.rows, [t.data_ptr() for t in (padded.ids_R, padded.table_NB, padded.rows.starts_N1)]
+    empty = PREFILL_SEQUENCES
+    assert rows.starts_N1.tolist() == [0] + [64] * (empty + 1) and rows.lengths_N.tolist() == [64] + [0] * empty
+    assert rows.positions_R.tolist() == list(range(64)) and (rows.max_rows, rows.max_length) == (64, 256)
+    for counts, contexts in (([40, 24], [5, 0]), ([3, 1, 2], [0, 100, 7])):  # full, then few: nothing of the first is left
+        live = Rows.pushed(counts, contexts, "cpu")
+        padded.fill(torch.arange(1, live.count + 1), live, torch.full((len(counts), 2), 9, dtype=torch.int32))
+        left, n = 64 - live.count, len(counts)
+        assert padded.ids_R.tolist() == [*range(1, live.count + 1), *[0] * left]
+        assert rows.positions_R.tolist() == [*live.positions_R.tolist(), *range(left)]
+        assert rows.sequence_R.tolist() == [*live.sequence_R.tolist(), *[n] * left]
+        assert rows.starts_N1.tolist() == [*live.starts_N1.tolist(), *[64] * (empty + 1 - n)]
+        assert rows.lengths_N.tolist() == [*live.lengths_N.tolist(), left, *[0] * (empty - n)]
+        assert padded.table_NB.tolist() == [*[[9, 9, 0]] * n, *[[0] * 3] * (empty + 1 - n)]
+    assert addresses == [t.data_ptr() for t in (padded.ids_R, padded.table_NB, padded.rows.starts_N1)]
+    with pytest.raises(AssertionError):
+        padded.fill(torch.zeros(65), Rows.pushed([65], None, "cpu"), torch.zeros(1, 2))
+
+
+def test_which_prefills_are_captured() -> None:
+    def count(counts: list[int], contexts: list[int] | None = None, length: int = 2048) -> int | None:
+        return prefill_count(Rows.pushed(counts, contexts, "cpu"), length)
+
+    assert [count([n]) for n in (1, 64, 65, 512, 1000, 1024, 1025)] == [64, 64, 128, 512, 1024, 1024, None]
+    assert (count([1] * 8), count([1] * 9)) == (64, None)
+    assert (count([48, 5], [2000, 0]), count([49, 5], [2000, 0])) == (64, None)  # tokens 0 .. 2047 and 0 .. 2048
+    assert (count([60], length=100), count([65], length=100), count([1], length=0)) == (64, None, None)
+    plain = made("qwen3", "cpu")
+    assert plain.captured_length == 256  # the reference's key segment
+    exact = Qwen3ForServing.from_config(plain.config, dtype=torch.float32, device="cpu", program="transformers")
+    assert exact.captured_length == 0
+
+
+PROMPTS = [1, 16, 70, 129, 31, 300]
+
+
+def drive(engine: Engine, seed: int = 3) -> list[dict[str, Any]]:
+    """Prompts of these lengths, two with scores, to their end; what nobody holds is NaN before each step."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = [
+        engine.add(
+            torch.randint(3, 500, (count,), generator=draw), SamplingParams(temperature=0.8, top_p=0.9, seed=count, max_new_tokens=3),
+            prompt_log_probs=count in (70, 31),
+        )
+        for count in PROMPTS
+    ]  # fmt: skip
+    done = {}
+    while engine.busy:
+        pool, memory = engine.scheduler.pool, engine.scheduler.memory
+        for n, buffer in enumerate(pools(memory)):
+            buffer[:, torch.tensor(list(pool.free if n < 2 else pool.free_slots), dtype=torch.int64, device=buffer.device)] = torch.nan
+        done |= {record.request_id: numbers(record) for record in engine.step()}
+    return [done[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_takes_graphs_where_they_fit_and_no_byte_moves(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode's graphs too. Prompts beyond a key segment (256 on a CPU) are pushed eagerly."""
+    model, sizes = made(kind, device), {"pages": 60, "page_size": 16 if device == "cpu" else None}
+    wanted = drive(Engine(model, graphs=False, **sizes))
+    for given in ({"max_batch": 1}, {"chunk_rows": 100}, {"max_batch": 2, "chunk_rows": 65, "prefix_cache": False}):
+        engine = Engine(model, graphs=device == "cuda", **{**sizes, **given})
+        if device == "cpu":
+            monkeypatch.setattr(serving, "captured", rerun)
+            monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True)
+        assert drive(engine) == wanted
+        assert engine.stats.graph_rows > 0 and (engine.stats.graph_rows < engine.stats.prefill_rows) == (device == "cpu")
