@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
-# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, ladders, live and proofs, in which nothing is timed. The others have the
-# GPU alone: dense, speed, speed35, speed_moe, long, train, moe35, moe, qwen35, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
+# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, compile, ladders, live and proofs, in which nothing is timed.
+# The others have the GPU alone, faster once `compile` has been: dense, speed, speed35, speed_moe, long, train, train35, moe35, moe, qwen35, linear, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
 # sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
 # machine share what was compiled.
 set -uo pipefail
@@ -90,11 +90,11 @@ targets = [t for pair in sys.argv[1:] for t in qualify.targets_of_sizes(pair.spl
 qualify.qualify(targets, lambda text: print(text, flush=True))' "$@"
 }
 
-# warm NAME BATCHES ARCHITECTURE...: every kernel of decode and score once, few layers, untimed
+# warm NAME BATCHES PARTS ARCHITECTURE...: every kernel of these parts once, few layers, untimed
 warm() {
-  local name=$1 batches=$2
-  shift 2
-  job "$name" 90 "$py" -m benchmarks.models "$@" --compile-only --what decode,score --batches "$batches" --documents 4 --contexts 600
+  local name=$1 batches=$2 parts=$3
+  shift 3
+  job "$name" 240 "$py" -m benchmarks.models "$@" --compile-only --what "$parts" --batches "$batches" --documents 4 --contexts 600
 }
 
 # tested NAME PYTEST-ARGUMENTS...: GPU tests in a process of their own
@@ -129,7 +129,7 @@ stage_laws() {
   for page in zoo/common/ops/*/cases.py; do
     name=$(basename "$(dirname "$page")")
     [ "$name" = attention ] || tested "law_$name" tests/ops/test_laws.py::test_law -k "bfloat16-$name-" &
-    in_turns 4
+    in_turns 6
   done
   wait
   said "== laws on the GPU, $SECONDS s"
@@ -154,7 +154,7 @@ stage_tests() {
   for function in $(grep -o '^tests/[^[ ]*::[A-Za-z_0-9:]*' "$work/collect.log" | sort -u | grep -v 'test_laws.py::test_law$'); do
     name=${function##*/}
     tested "${name//[.:]/_}" "$function" &
-    in_turns 4
+    in_turns 6
   done
   wait
   said "== GPU tests, $SECONDS s"
@@ -173,13 +173,12 @@ stage_warm() {
 }
 
 stage_ladders() {
-  ladder ladder_dense 200 qwen3 --size 8b --lengths 600,4096
-  stage "Qwen3-8B whole" 12 ladder_dense
   ladder ladder_moe35 200 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096 &
   ladder ladder_qwen35 200 qwen3_5 --size 4b --lengths 600,4096
   wait
   ladder ladder_moe 200 qwen3_moe --size 30b-a3b --layers 8 --lengths 600,4096
-  stage "35B-A3B and 30B-A3B of 8 layers, Qwen3.5-4B whole" 12 ladder_moe35 ladder_moe ladder_qwen35
+  ladder ladder_dense 200 qwen3 --size 8b --lengths 600,4096
+  stage "35B-A3B and 30B-A3B of 8 layers, Qwen3.5-4B and Qwen3-8B whole" 12 ladder_moe35 ladder_qwen35 ladder_moe ladder_dense
   ladders
 }
 
@@ -210,11 +209,28 @@ stage_proofs() {
 
 shared=(--documents 4 --length 4096 --contexts 600 --out "$rows")
 
-stage_dense() {
-  for batch in 1 8 64; do warm "warm_dense$batch" "$batch" qwen3 --size 8b & done
+# what the timed stages compile, by a process each
+stage_compile() {
+  local part batch names=()
+  made() { names+=("$1"); warm "$@" & in_turns 6; }
+  for batch in 1 8 32; do made "warm_moe35_$batch" "$batch" decode,score qwen3_5_moe --size 35b-a3b; done
+  made warm_prefill35 1 prefill,train qwen3_5_moe --size 35b-a3b
+  made warm_moe 1,8,64 decode,score qwen3_moe --size 30b-a3b
+  made warm_qwen35 1,8,32 decode,prefill,score qwen3_5 --size 4b
+  for part in 0 1 2 3 4 5; do
+    names+=("warm_ops$part")
+    # shellcheck disable=SC2046
+    job "warm_ops$part" 240 "$py" -m benchmarks.ops $(other_ops) --compile-only "$part/6" &
+    in_turns 6
+  done
+  for batch in 1 8 64; do made "warm_dense$batch" "$batch" decode,score qwen3 --size 8b; done
   wait
+  stage "compiled" 1 "${names[@]}"
+}
+
+stage_dense() {
   job dense 120 "$py" -m benchmarks.models qwen3 --size 8b --what decode,score --ablate --profile --budget 110 "${shared[@]}"
-  stage "Qwen3-8B: decode, score" 12 warm_dense1 warm_dense8 warm_dense64 dense
+  stage "Qwen3-8B: decode, score" 12 dense
 }
 
 # speed NAME SECONDS ARCHITECTURE...: SGLang as it comes, deterministic, and with the plugin
@@ -239,29 +255,36 @@ stage_train() {
   stage "train step of 8 layers" 5 train
 }
 
+stage_train35() {
+  job train35 60 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what train --budget 55 "${shared[@]}"
+  stage "35B-A3B: train step of 4 layers" 5 train35
+}
+
 stage_moe35() {
-  warm warm_moe35 1,8,32 qwen3_5_moe --size 35b-a3b
-  job moe35 80 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --ablate --profile --budget 72 "${shared[@]}"
-  stage "35B-A3B: decode, prefill, score" 12 warm_moe35 moe35
+  job moe35 90 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --ablate --profile --budget 82 "${shared[@]}"
+  stage "35B-A3B: decode, prefill, score" 12 moe35
 }
 
 stage_moe() {
-  warm warm_moe 1,8,64 qwen3_moe --size 30b-a3b
-  job moe 70 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --ablate --profile --budget 62 "${shared[@]}"
-  stage "30B-A3B: decode, score" 12 warm_moe moe
+  job moe 80 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --ablate --profile --budget 72 "${shared[@]}"
+  stage "30B-A3B: decode, score" 12 moe
 }
 
 stage_qwen35() {
-  warm warm_qwen35 1,8,32 qwen3_5 --size 4b
-  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill --profile --budget 52 "${shared[@]}"
-  stage "Qwen3.5-4B: decode, prefill" 12 warm_qwen35 qwen35
+  job qwen35 70 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --profile --budget 62 "${shared[@]}"
+  stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
+}
+
+other_ops() { "$py" -c 'from benchmarks.ops import OPS; print(*(n for n in OPS if n != "linear"))'; }
+
+stage_linear() {
+  job linear 70 "$py" -m benchmarks.ops linear --shapes qwen3-8b --budget 65 --out "$rows"
+  stage "products of Qwen3-8B" 50 linear
 }
 
 stage_ops() {
-  local others
-  others=$("$py" -c 'from benchmarks.ops import OPS; print(*(n for n in OPS if n != "linear"))')
-  # shellcheck disable=SC2086
-  job ops "$(left)" "$py" -m benchmarks.ops $others --warm 12 --budget "$(($(left) - 10))" --out "$rows"
+  # shellcheck disable=SC2046
+  job ops "$(left)" "$py" -m benchmarks.ops $(other_ops) --budget "$(($(left) - 10))" --out "$rows"
   stage "the other ops" 90 ops
 }
 

@@ -21,8 +21,8 @@ J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
-# asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most
-STEP_SHAPES = ((64, 32, 4, 2, None), (1 << 62, 64, 4, 1, 128))
+# asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most; the fastest of 11 on an H200
+STEP_SHAPES = ((64, 64, 4, 2, None), (1 << 62, 128, 4, 1, None))
 STEP_ROWS = 2  # of a step's tiles, which the compiler pads to the tensor cores' 16 (16 gives the same bytes)
 
 
