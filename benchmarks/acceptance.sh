@@ -256,29 +256,29 @@ stage_train() {
 }
 
 stage_train35() {
-  job train35 60 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what train --budget 55 "${shared[@]}"
+  job train35 50 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what train --budget 45 "${shared[@]}"
   stage "35B-A3B: train step of 4 layers" 5 train35
 }
 
 stage_moe35() {
-  job moe35 90 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --ablate --profile --budget 82 "${shared[@]}"
+  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --profile --budget 60 "${shared[@]}"
   stage "35B-A3B: decode, prefill, score" 12 moe35
 }
 
 stage_moe() {
-  job moe 80 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --ablate --profile --budget 72 "${shared[@]}"
+  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --profile --budget 55 "${shared[@]}"
   stage "30B-A3B: decode, score" 12 moe
 }
 
 stage_qwen35() {
-  job qwen35 70 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --profile --budget 62 "${shared[@]}"
+  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --profile --budget 55 "${shared[@]}"
   stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
 }
 
 other_ops() { "$py" -c 'from benchmarks.ops import OPS; print(*(n for n in OPS if n != "linear"))'; }
 
 stage_linear() {
-  job linear 70 "$py" -m benchmarks.ops linear --shapes qwen3-8b --budget 65 --out "$rows"
+  job linear 55 "$py" -m benchmarks.ops linear --shapes qwen3-8b --budget 50 --out "$rows"
   stage "products of Qwen3-8B" 50 linear
 }
 
