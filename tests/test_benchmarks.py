@@ -380,7 +380,7 @@ def test_the_first_load_is_measured_first() -> None:
 def test_engines_share_context_graphs_and_slots() -> None:
     loads = sglang.parse_loads("64x128,1x128,64x1024,32x128")
     found = sglang.engine_arguments("w", loads, None, hybrid=False)
-    assert found["context_length"] == 2048 and found["cuda_graph_bs_decode"] == [1, 32, 64] and found["max_running_requests"] == 64
+    assert found["context_length"] == 2048 and found["cuda_graph_bs_decode"] == [1, 32, 64] and found["max_running_requests"] == 65
     assert found["max_total_tokens"] >= 64 * 1536 and found["max_total_tokens"] % 80 == found["max_total_tokens"] % 128 == 0
     assert "load_format" not in found and "max_mamba_cache_size" not in found
     assert sglang.engine_arguments("w", sglang.parse_loads("2x4096"), None, hybrid=True)["context_length"] == 6144

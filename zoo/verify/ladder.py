@@ -304,9 +304,10 @@ class Ladder:
         """Rung 5: optimizer steps on fixed data, the weights pushed into the server, rungs 3 and 4 again."""
         subject, settings = self.subject, self.settings.again()
         trainer = subject.trainer
+        # BF16 weights round away small updates; but every input of a row moves its sum, and too large a step makes all tokens certain
+        rate = min(1e-3, 0.128 / trainer.config.hidden)
         optimizers: list[tuple[str, torch.optim.Optimizer]] = [
-            # BF16 weights round away small updates: steps this large change most of them
-            ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=1e-3, foreach=False)),
+            ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=rate, foreach=False)),
             ("SGD", torch.optim.SGD(trainer.parameters(), lr=1e-2, foreach=False)),
         ]
         documents = self.short()
