@@ -232,6 +232,8 @@ def test_audit_of_the_package(cli: Cli, capsys: pytest.CaptureFixture[str]) -> N
         ("y = ops.linear(x_RD, w_NK)", 0),
         ("slot_R = page_R * page_size + positions_R % page_size", 0),
         ("y = a + 1", 0),
+        ("sequences = MOST_SEQUENCES + 1", 0),
+        ("y = MOST_X + x_RD", 1),
     ],
 )
 def test_audit_sees_a_planted_number(source: str, count: int) -> None:
