@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, engines, models, ops, rivals, sglang
+from benchmarks import common, engines, models, models_parts, ops, rivals, sglang
 from benchmarks.work import Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
@@ -225,7 +225,7 @@ def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyP
         return model
 
     assert models.prove(bench, (12,))[1] == 0
-    monkeypatch.setattr(models, "twin", spoiled)
+    monkeypatch.setattr(models_parts, "twin", spoiled)
     assert models.prove(bench, (12,))[1] > 0
 
 
