@@ -176,10 +176,16 @@ stage_warm() {
   ladders
 }
 
-stage_ladder_dense() { ladder ladder_dense 240 qwen3 --size 8b --lengths 600,4096; stage "Qwen3-8B whole" 14 ladder_dense; ladders; }
-stage_ladder_moe() { ladder ladder_moe 240 qwen3_moe --size 30b-a3b --layers 8 --lengths 600,4096; stage "30B-A3B, 8 layers" 14 ladder_moe; ladders; }
-stage_ladder_moe35() { ladder ladder_moe35 240 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096; stage "35B-A3B, 8 layers" 14 ladder_moe35; ladders; }
-stage_ladder_qwen35() { ladder ladder_qwen35 400 qwen3_5 --size 4b --lengths 600,4096; stage "Qwen3.5-4B whole" 14 ladder_qwen35; ladders; }
+# third NAME SECONDS ARCHITECTURE...: rung 3 across the segment's edge
+third() {
+  ladder "ladder_$1" "$2" "${@:3}" --lengths 600,4096
+  stage "rung 3 of ${*:3}" 14 "ladder_$1"
+  ladders
+}
+stage_ladder_dense() { third dense 240 qwen3 --size 8b; }
+stage_ladder_moe() { third moe 240 qwen3_moe --size 30b-a3b --layers 8; }
+stage_ladder_moe35() { third moe35 240 qwen3_5_moe --size 35b-a3b --layers 8; }
+stage_ladder_qwen35() { third qwen35 400 qwen3_5 --size 4b; }
 
 # one after another: decode of 64 sequences holds the most
 stage_ladders() { for name in moe35 qwen35 moe dense; do "stage_ladder_$name"; done; }
@@ -194,9 +200,9 @@ stage_rungs() {
 
 # an engine samples, another process scores; then again after optimizer steps
 stage_live() {
-  climb ladder_live_dense 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 &
-  climb ladder_live_moe35 200 4,5 qwen3_5_moe --size 35b-a3b --layers 4 --lengths 130,600 &
-  climb ladder_live_sglang 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 --engine sglang &
+  climb ladder_live_dense 400 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 &
+  climb ladder_live_moe35 400 4,5 qwen3_5_moe --size 35b-a3b --layers 4 --lengths 130,600 &
+  climb ladder_live_sglang 400 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 --engine sglang &
   wait
   stage "live" 14 ladder_live_dense ladder_live_moe35 ladder_live_sglang
   ladders
@@ -261,7 +267,7 @@ speed() {
   stage "SGLang, $*: tokens/s" 14 "$name"
 }
 
-stage_speed() { speed speed 240 qwen3 --size 8b --loads 1x128,32x128,64x128,64x1024; }
+stage_speed() { speed speed 300 qwen3 --size 8b --contenders zoo,stock,eager-prefill --loads 64x128,1x128,64x1024,32x128; }
 stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8 --loads 1x128,32x128,64x128,64x1024; }
 stage_speed_moe() { speed speed_moe 200 qwen3_moe --size 30b-a3b --layers 8 --loads 1x128,64x128; }
 
@@ -281,17 +287,20 @@ stage_train35() {
 }
 
 stage_moe35() {
-  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --contexts 600 --profile --budget 60 "${shared[@]}"
+  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --contexts 600 --profile \
+    --budget 60 "${shared[@]}"
   stage "35B-A3B: decode, prefill, score" 12 moe35
 }
 
 stage_moe() {
-  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --contexts 600,4096 --profile --budget 55 "${shared[@]}"
+  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --contexts 600,4096 --profile \
+    --budget 55 "${shared[@]}"
   stage "30B-A3B: decode, score" 12 moe
 }
 
 stage_qwen35() {
-  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --contexts 600 --profile --budget 55 "${shared[@]}"
+  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --contexts 600 --profile \
+    --budget 55 "${shared[@]}"
   stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
 }
 

@@ -5,8 +5,8 @@
 Weights are random ones of realistic scale, written once; DeepGEMM is qualified for this GPU first, so that no fallback is measured.
 Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time;
 one that is late is stopped while others measure. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
-is flushed between calls and log-probabilities are returned. SGLang's own prefill graphs are off: compiling them takes minutes; the
-plugin has its own.
+is flushed between calls and log-probabilities are returned. `stock` is as it comes, its prefill graphs included; `eager-prefill` (if
+asked for by --contenders) is stock without them.
 A row is written the moment it is measured; a rival's row carries the zoo's speed over it.
 """
 
@@ -57,10 +57,11 @@ class Entrant(Protocol):
 
 
 def contenders(backends: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name -> engine arguments, in the order of their turns: the zoo, stock, stock with deterministic inference."""
-    stock = {f"stock {b}": {"attention_backend": b, "cuda_graph_backend_prefill": "disabled"} for b in backends}
-    fixed = {f"deterministic {b}": {**stock[f"stock {b}"], "enable_deterministic_inference": True} for b in backends}
-    return {ZOO: {"attention_backend": "zoo"}, **stock, **fixed}
+    """Name -> engine arguments, in the order of their turns: the zoo, stock, stock without prefill graphs, with deterministic inference."""
+    stock = {f"stock {b}": {"attention_backend": b} for b in backends}
+    eager = {f"eager-prefill {b}": {"attention_backend": b, "cuda_graph_backend_prefill": "disabled"} for b in backends}
+    fixed = {f"deterministic {b}": {"attention_backend": b, "enable_deterministic_inference": True} for b in backends}
+    return {ZOO: {"attention_backend": "zoo"}, **stock, **eager, **fixed}
 
 
 def engine_arguments(path: str, loads: Sequence[Measure], context: int | None, hybrid: bool) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class Race:
 
     def missed(self, measures: Sequence[Measure], aim: float) -> list[Measure]:
         """Loads at which the zoo stays below `aim` of a stock contender's speed."""
-        stock = [name for name in self.best if name.startswith("stock")]
+        stock = [name for name in self.best if name != ZOO and not name.startswith("deterministic")]
         return [m for m in measures if m.kind == "load" and any((self.zoo_over(s, m) or aim) < aim for s in stock)]
 
     def profile(self, entrants: Iterable[Entrant], measures: Sequence[Measure]) -> None:

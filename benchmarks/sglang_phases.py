@@ -97,9 +97,7 @@ class Model:
         few = 4 if self.hybrid else 1
         small = geometry(self.arch, self.size, few)[0]
         made = self.server.from_config(_wrapped(small) if self.hybrid else small, seed=SEEDS[1], device=device or DEVICE)
-        parameters = dict(made.named_parameters())
-        pieces = [(entry, piece) for entry, piece in made.table_of().pieces() if not entry.optional_alias]
-        return [(p.published, p.of(parameters[e.ours]).clone()) for e, p in pieces if "embed" not in p.published]
+        return [(name, tensor.clone()) for name, tensor in made.published_tensors(aliases=False) if "embed" not in name]
 
 
 def _wrapped(config: Any) -> Any:
@@ -199,6 +197,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
             notes |= before() or {}
             prompts, params = [ids for ids, _ in sent], [p for _, p in sent]
             answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
+            notes |= _replayed(server)
             diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
@@ -213,6 +212,13 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     phase("updated from disk", lambda: _succeeded(server.update_weights_from_disk(str(folder / "weights"))))
     phase("updated by a process group", lambda: _broadcast(server, model))
     server.shutdown()
+
+
+def _replayed(server: Any) -> dict[str, int]:
+    """Prompt rows that graphs have served since the start: where they are none, nothing of them was proven."""
+    from zoo.sglang_plugin.client import states
+
+    return {"prefill_graph_rows": sum(state["prefill_graph_rows"] for state in states(server))}
 
 
 def _succeeded(answer: Sequence[Any]) -> None:
@@ -370,6 +376,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
             notes |= before()
             with ThreadPoolExecutor(HTTP_REQUESTS) as pool:
                 answers = list(pool.map(generate, sent))
+            notes |= _replayed(server.url)
             diary.keep(name, SERVER_PHASES[name], sent, answers, fingerprint(server.url))
 
     def released(server: Server, tags: Sequence[str] | None) -> dict[str, Any]:

@@ -370,8 +370,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_the_first_load_is_measured_first() -> None:
     assert [m.label for m in sglang.plan(sglang.parse_loads(sglang.LOADS))][:3] == ["64x128", "prefill", "first token"]
     assert list(sglang.contenders(["fa3", "triton"])) == [
-        "zoo", "stock fa3", "stock triton", "deterministic fa3", "deterministic triton",
+        "zoo", "stock fa3", "stock triton", "eager-prefill fa3", "eager-prefill triton", "deterministic fa3", "deterministic triton",
     ]  # fmt: skip
+    assert "cuda_graph_backend_prefill" not in sglang.contenders(["fa3"])["stock fa3"]  # as it comes
     for text in ("64", "64x", "x128", "0x128", "64x128,"):
         with pytest.raises(ValueError, match="is not batch x new"):
             sglang.parse_loads(text)

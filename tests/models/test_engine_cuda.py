@@ -62,3 +62,4 @@ def test_graphs_follow_new_weights() -> None:
     after = [numbers(record) for record in engine.generate(*zip(*REQUESTS, strict=True))]
     assert after == [numbers(record) for record in Engine(other, pages=16, graphs=False).generate(*zip(*REQUESTS, strict=True))]
     assert after != [numbers(record) for record in before]
+    assert engine.stats.graph_rows == engine.stats.prefill_rows > 0

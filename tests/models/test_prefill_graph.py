@@ -17,7 +17,7 @@ from zoo.common.engine import Engine
 from zoo.common.engine.runner import Runner
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
-from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_count
+from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_bucket
 from zoo.qwen3 import Qwen3ForServing
 
 KINDS = tuple(MODELS)
@@ -57,7 +57,7 @@ def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]])
         wanted = model.prefill(ids, rows, plain.memory, table)
         assert wanted.isfinite().all()
         ids, rows, table = padded.batch(counts)
-        count = prefill_count(rows, model.captured_length)
+        count = prefill_bucket(rows, model.captured_length)
         assert count is not None
         if count not in graphs:
             graphs[count] = PrefillGraph(model, padded.memory, count)
@@ -155,7 +155,7 @@ def test_static_rows_in_numbers() -> None:
 
 def test_which_prefills_are_captured() -> None:
     def count(counts: list[int], contexts: list[int] | None = None, length: int = 2048) -> int | None:
-        return prefill_count(Rows.pushed(counts, contexts, "cpu"), length)
+        return prefill_bucket(Rows.pushed(counts, contexts, "cpu"), length)
 
     assert [count([n]) for n in (1, 64, 65, 512, 1000, 1024, 1025)] == [64, 64, 128, 512, 1024, 1024, None]
     assert (count([1] * 8), count([1] * 9)) == (64, None)

@@ -220,10 +220,14 @@ class Pretrained(nn.Module):
         self._label = version
         self.weights_changed()
 
-    def published_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take."""
+    def published_tensors(self, *, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take.
+
+        Without `aliases` a tied weight comes once, as SGLang wants it.
+        """
         parameters = self._whole()
-        return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in self.table_of().pieces())
+        pieces = ((entry, piece) for entry, piece in self.table_of().pieces() if aliases or not entry.optional_alias)
+        return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in pieces)
 
     def weights_changed(self) -> None:
         """Forgets the cached content hash of frozen weights, after a write that torch doesn't count: through `.data`, a CUDA

@@ -122,7 +122,7 @@ class PrefillGraph:
         self.graph, self.hidden_RD = captured(lambda: model.prefill(ids_R, rows, memory, table_NB), pool)
 
     def replay(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> Tensor:
-        """Final rows [R, D] of a batch that `prefill_count` gives this count; valid until the next replay."""
+        """Final rows [R, D] of a batch that `prefill_bucket` gives this count; valid until the next replay."""
         if self.memory.slots:
             self.memory.clear([], [RESERVED_SLOT])  # else padding's state would go on from one replay to the next
         self.padded.fill(ids_R, rows, table_NB)
@@ -130,7 +130,7 @@ class PrefillGraph:
         return self.hidden_RD[: rows.count]
 
 
-def prefill_count(rows: Rows, length: int) -> int | None:
+def prefill_bucket(rows: Rows, length: int) -> int | None:
     """Rows of the captured prefill that serves `rows`, for sequences of up to `length` tokens; None: they run eagerly."""
     if rows.lengths_N.shape[0] > PREFILL_SEQUENCES or rows.max_length > length:
         return None
@@ -167,7 +167,7 @@ class PaddedRows:
         self._pad(0, 0)
 
     def fill(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> None:
-        """The next live rows, on the current stream and without waiting for it. `prefill_count(rows, length)` is at most `count`."""
+        """The next live rows, on the current stream and without waiting for it. `prefill_bucket(rows, length)` is at most `count`."""
         live, sequences = rows.count, rows.lengths_N.shape[0]
         mine = self.rows
         assert live <= self.count and sequences <= PREFILL_SEQUENCES and rows.max_length <= mine.max_length

@@ -22,20 +22,29 @@ def fingerprint(server: Any) -> Fingerprint:
 
     ValueError if it does not run the plugin, or has handed its weights' memory back.
     """
+    said = states(server)
+    if any(state["fingerprint"] is None for state in said):
+        raise ValueError("the server's weights are released: resume them before asking for a fingerprint")
+    found = [Fingerprint.from_dict(state["fingerprint"]) for state in said]
+    for other in found[1:]:
+        found[0].check(other)
+    return found[0]
+
+
+def states(server: Any) -> list[dict[str, Any]]:
+    """What the plugin says in each scheduler of a server: fingerprint, and prefill_graph_rows, the prompt rows that graphs have served.
+
+    ValueError if it does not run the plugin.
+    """
     if isinstance(server, str):
         with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
             info = json.load(answer)
     else:
         info = server.get_server_info()
-    states = [state.get(STATE) for state in info.get("internal_states", ())]
-    if not states or any(state is None for state in states):
+    said = [state.get(STATE) for state in info.get("internal_states", ())]
+    if not said or any(state is None for state in said):
         raise ValueError("this server does not run the zoo's backend: start it with --attention-backend zoo")
-    if any(state["fingerprint"] is None for state in states):
-        raise ValueError("the server's weights are released: resume them before asking for a fingerprint")
-    found = [Fingerprint.from_dict(state["fingerprint"]) for state in states]
-    for other in found[1:]:
-        found[0].check(other)
-    return found[0]
+    return said
 
 
 def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str, Any], printed: Fingerprint) -> Completion:

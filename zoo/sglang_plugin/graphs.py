@@ -15,7 +15,7 @@ from zoo.sglang_plugin.served import Served
 
 logger = logging.getLogger(__name__)
 
-PREFILL = "prefill"  # of a graph's key
+PREFILL = "prefill"  # keeps its graphs apart from decode's of as many rows
 
 
 class BoundedGraphRunner(DecodeCudaGraphRunner):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.common.memory import KeyValues
 from zoo.common.rows import Rows
-from zoo.common.serving import PREFILL_ROWS, PREFILL_SEQUENCES, PaddedRows, prefill_count
+from zoo.common.serving import PREFILL_ROWS, PREFILL_SEQUENCES, PaddedRows, prefill_bucket
 
 
 @dataclass(frozen=True)
@@ -303,17 +303,20 @@ class PrefillSteps:
     """Static prefill steps, one per captured number of rows up to `most`, for sequences of up to `length` tokens.
 
     replays  what runs each of them and returns its final rows [count, D]; whoever captures them fills it
+    pushed   live rows that replays have served
     """
 
     def __init__(self, builder: StepBuilder, length: int, most: int, device: torch.device | str) -> None:
         self.length = length
         self.steps = {count: PaddedStep(builder, count, length, device) for count in PREFILL_ROWS if count <= min(length, most)}
         self.replays: dict[int, Callable[[], Tensor]] = {}
+        self.pushed = 0
 
     def push(self, ids_R: Tensor, step: Step) -> Tensor | None:
         """The final rows [R, D] of a prefill by graph, valid until the next one; None where no graph serves it."""
-        count = prefill_count(step.rows, self.length)
+        count = prefill_bucket(step.rows, self.length)
         if count not in self.replays:
             return None
         self.steps[count].fill(ids_R, step)
+        self.pushed += step.rows.count
         return self.replays[count]()[: step.rows.count]

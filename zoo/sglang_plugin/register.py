@@ -148,8 +148,12 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
             if not hasattr(getattr(type(scheduler.weight_updater), name), "__wrapped__"):
                 raise RuntimeError(f"weights or pages may change unnoticed: the hook on {name} is not active")
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
-        model = scheduler.tp_worker.model_runner.model
-        result.internal_state[STATE] = {"fingerprint": None if released else model.fingerprint().to_dict()}
+        runner = scheduler.tp_worker.model_runner
+        prefills = runner.attn_backend.prefills
+        result.internal_state[STATE] = {
+            "fingerprint": None if released else runner.model.fingerprint().to_dict(),
+            "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
+        }
     return result
 
 

@@ -27,6 +27,9 @@ RUNGS = {
     5: "optimizer steps, then rungs 3 and 4 again",
 }
 SILENT = Tap()
+# AdamW's step: smaller ones are rounded away from BF16 weights; but every input of a row moves its sum, so that one which suits a
+# tiny model's width makes nearly every token of a wide one certain, and comparisons empty
+RATE, SMALL_WIDTH = 1e-3, 128
 Way = Callable[[Tap], Iterator[Seen]]
 
 
@@ -307,8 +310,7 @@ class Ladder:
         """Rung 5: optimizer steps on fixed data, the weights pushed into the server, rungs 3 and 4 again."""
         subject, settings = self.subject, self.settings.again()
         trainer = subject.trainer
-        # BF16 weights round away small updates; but all inputs of a row move its sum, and too large a step makes every token certain
-        rate = min(1e-3, 0.128 / trainer.config.hidden)
+        rate = min(RATE, RATE * SMALL_WIDTH / trainer.config.hidden)
         optimizers: list[tuple[str, torch.optim.Optimizer]] = [
             ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=rate, foreach=False)),
             ("SGD", torch.optim.SGD(trainer.parameters(), lr=1e-2, foreach=False)),
@@ -336,15 +338,12 @@ class Ladder:
 
     def _push(self, label: str) -> Tally:
         """Published tensors of the trainer into the server, and a comparison of every byte of them."""
-        mine, theirs = (dict(m.named_parameters()) for m in (self.subject.trainer, self.subject.server))
-        pieces = list(self.subject.trainer.table_of().pieces())
-        published = ((piece.published, piece.of(mine[entry.ours]).detach()) for entry, piece in pieces)
-        self.subject.server.load_weights(published, label)
+        mine, theirs = self.subject.trainer, self.subject.server
+        theirs.load_weights(mine.published_tensors(), label)
         tally = Tally()
-        for entry, piece in pieces:
-            a, b = (piece.of(side[entry.ours]).detach().flatten() for side in (mine, theirs))
-            tally.bytes(a, b, piece.published)
+        for (name, a), (_, b) in zip(mine.published_tensors(), theirs.published_tensors(), strict=True):
+            tally.bytes(a.flatten(), b.flatten(), name)
             if tally.spot is not None:
-                self._place(piece.published, "load_weights", tally.spot)
+                self._place(name, "load_weights", tally.spot)
         tally.heat.clear()
         return tally

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from zoo.common.engine import Completion, Engine
 from zoo.common.sampling import SamplingParams
 from zoo.verify.subject import Subject
@@ -25,8 +23,12 @@ class Sampler(Protocol):
 
     prefix: str  # of a row's name
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]: ...
-    def update(self) -> None: ...
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        """One record per prompt. ValueError if an answer can't be one."""
+
+    def update(self) -> None:
+        """Takes the trainer's weights of now. ValueError if they are not taken."""
+
     def close(self) -> None: ...
 
 
@@ -65,12 +67,11 @@ class SGLang:
     prefix = "SGLang: "
 
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+        self.subject, self._first = subject, subject.trainer.weights_version
         self._engine: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="zoo-weights-")
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
-        """ValueError if an answer is not what the plugin makes."""
         from zoo.sglang_plugin import fingerprint, record
 
         if self._engine is None:
@@ -83,34 +84,43 @@ class SGLang:
 
     def update(self) -> None:
         if self._engine is not None:
-            done = self._engine.update_weights_from_tensor(_once(self.subject))
+            done = self._engine.update_weights_from_tensor(list(self.subject.trainer.published_tensors(aliases=False)))
             if not done[0]:
                 raise ValueError(f"SGLang did not take the weights: {done[1]}")
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-        self._folder.cleanup()
+        try:
+            if self._engine is not None:
+                self._engine.shutdown()
+        finally:
+            self._folder.cleanup()
 
     def _started(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Any:
         """Started late, so that the weights are those of now and the ladder's own memory is free."""
         longest = max(len(prompt) + p.max_new_tokens for prompt, p in zip(prompts, params, strict=True)) + MARGIN
         most = self.subject.trainer.config.positions
-        pages = self.subject.server.make_memory(2, slots=1).page_size
-        weights = Path(self._folder.name) / "weights"
-        self.subject.trainer.save_pretrained(weights)
+        page = self.subject.server.make_memory(2, slots=1).page_size
         return importlib.import_module("sglang").Engine(
-            model_path=str(weights),
+            model_path=self._weights(),
             attention_backend="zoo",
             skip_tokenizer_init=True,
             base_gpu_id=self.subject.device.index or 0,
             context_length=min(longest, most),
-            max_total_tokens=(len(prompts) + 1) * -(-longest // pages) * pages,
+            max_total_tokens=(len(prompts) + 1) * -(-longest // page) * page,
             max_running_requests=len(prompts) + 1,
             cuda_graph_bs_decode=[1, len(prompts)],
             mem_fraction_static=0.85,
             log_level="warning",
         )
+
+    def _weights(self) -> str:
+        """The checkpoint that the subject came from while its weights are those, else a folder written now."""
+        trainer, source = self.subject.trainer, self.subject.source
+        if "checkpoint" in source and trainer.weights_version == self._first:
+            return str(source["checkpoint"])
+        folder = Path(self._folder.name) / "weights"
+        trainer.save_pretrained(folder)
+        return str(folder)
 
 
 def request(params: SamplingParams) -> dict[str, Any]:
@@ -121,14 +131,6 @@ def request(params: SamplingParams) -> dict[str, Any]:
     if params.seed < SEEDS:
         out["sampling_seed"] = params.seed
     return out
-
-
-def _once(subject: Subject) -> list[tuple[str, torch.Tensor]]:
-    """The trainer's weights under their published names, a tied one once."""
-    trainer = subject.trainer
-    parameters = dict(trainer.named_parameters())
-    pieces = [(entry, piece) for entry, piece in trainer.table_of().pieces() if not entry.optional_alias]
-    return [(piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in pieces]
 
 
 def sampler(engine: str, subject: Subject) -> Sampler:

@@ -13,7 +13,7 @@ from zoo.common.engine.scheduler import Request
 from zoo.common.memory import ServingMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import Drawn, RowSampling, sample
-from zoo.common.serving import DecodeGraph, ForServing, PrefillGraph, prefill_count
+from zoo.common.serving import DecodeGraph, ForServing, PrefillGraph, prefill_bucket
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
@@ -60,7 +60,7 @@ class Runner:
 
     def _hidden(self, ids_R: Tensor, rows: Rows, table_NB: Tensor, wanted_W: Tensor) -> Tensor:
         """The final rows [W, D] of `wanted_W` of a prefill."""
-        count = prefill_count(rows, self.model.captured_length) if self.graphs else None
+        count = prefill_bucket(rows, self.model.captured_length) if self.graphs else None
         if count is None:
             return self.model.prefill(ids_R, rows, self.memory, table_NB, wanted_W)
         if count not in self._prefills:
