@@ -28,7 +28,7 @@ MODES = ("recompute", "keep")
 
 @dataclass
 class Stats:
-    """Counts since the engine was made. Rows are tokens pushed through the layers; `graph_rows` are those of `prefill_rows` that a CUDA graph served."""
+    """Counts since the engine was made. Rows are pushed tokens; `graph_rows` are those of `prefill_rows` that a CUDA graph served."""
 
     steps: int = 0
     graph_steps: int = 0
