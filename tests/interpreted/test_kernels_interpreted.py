@@ -219,6 +219,21 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     close(swiglu_kernels.swiglu(extreme), swiglu_reference.swiglu(extreme), 4)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize(("rows", "inner"), [(1, 5), (9, 300), (6, 512), (3, 1024)])
+def test_swiglu_of_some_rows(rows: int, inner: int) -> None:
+    """Rows whose pair is negative stay as memory was; the others' bytes don't change."""
+    x, grad = torch.randn(rows, 2 * inner).to(BF16), torch.randn(rows, inner).to(BF16)
+    pairs = torch.where(torch.arange(rows) % 8 < 3, torch.arange(rows), -1).int()
+    live = pairs >= 0
+    got, whole = swiglu_kernels.swiglu(x, pairs), swiglu_kernels.swiglu(x)
+    assert same(got[live], whole[live])
+    back = swiglu_kernels.swiglu_backward(grad, x, pairs)
+    assert same(back[live], swiglu_kernels.swiglu_backward(grad, x)[live])
+    assert bool(got[~live].isnan().all()) and bool(back[~live].isnan().all())
+    assert not same(swiglu_kernels.swiglu(x + 1, pairs)[live], whole[live])
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (100, 10), (6, 6), (512, 4), (1, 1)])
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "infinite"])
 @pytest.mark.parametrize("renormalise", [True, False])
