@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -27,9 +30,10 @@ def made(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, chosen.contiguous(), gate_up, down
 
 
-@pytest.mark.parametrize("rows", [1, 2, 30, 900])
-@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("rows", [1, 2, 30, 682, 683, 900, 2001])
+@pytest.mark.parametrize("tile", [1, 16, 128])
 def test_layout_is_a_stable_sort(rows: int, tile: int) -> None:
+    """By one launch up to 2048 pairs, by two beyond."""
     chosen = made(rows)[1]
     layout = kernels.lay_out(chosen, EXPERTS, tile)
     order = chosen.view(-1).argsort(stable=True)
@@ -58,6 +62,33 @@ def test_forward_is_the_reference(rows: int) -> None:
     if rows > 1:
         with pytest.raises(AssertionError):
             torch.testing.assert_close(got.roll(1, 0), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("rows", [7, 45])
+def test_rows_around_the_grouped_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered, through swiglu and back again: nobody reads the positions without a pair, which hold what memory held."""
+
+    def product(a: Tensor, weight: Tensor, out: Tensor, expert_P: Tensor) -> None:
+        out.copy_((a[:, None] @ weight[expert_P.long()].transpose(1, 2))[:, 0])
+
+    library = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: 16, m_grouped_bf16_gemm_nt_contiguous=product)
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    x, chosen, gate_up, down = made(rows)
+    wanted = reference.experts(x, chosen, gate_up, down)
+    torch.testing.assert_close(kernels.through_deepgemm(x, chosen, gate_up, down), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError):  # control: the same slots in another order
+        torch.testing.assert_close(kernels.through_deepgemm(x, chosen.roll(1, 1), gate_up, down), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "share"), [(1, 1), (80, 3), (2500, 1)])
+def test_copied_rows(width: int, share: int) -> None:
+    x = torch.randn(9, width)
+    source = torch.tensor([26, -1, 0, 8, -1, 3, 3, 17, 25, 1, -1]).int() // (1 if share == 3 else 3)
+    live = source >= 0
+    got = kernels._copy_rows(x, source, share, x.new_zeros(len(source), width))
+    assert torch.equal(got[live], x[source[live].long() // share])
+    assert not got[~live].any() and bool((got[live] != 0).all())
 
 
 def test_no_rows() -> None:

@@ -219,6 +219,21 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     close(swiglu_kernels.swiglu(extreme), swiglu_reference.swiglu(extreme), 4)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize(("rows", "inner"), [(1, 5), (9, 300), (6, 512), (3, 1024)])
+def test_swiglu_of_some_rows(rows: int, inner: int) -> None:
+    """Rows whose pair is negative stay as memory was; the others' bytes don't change."""
+    x, grad = torch.randn(rows, 2 * inner).to(BF16), torch.randn(rows, inner).to(BF16)
+    pairs = torch.where(torch.arange(rows) % 8 < 3, torch.arange(rows), -1).int()
+    live = pairs >= 0
+    got, whole = swiglu_kernels.swiglu(x, pairs), swiglu_kernels.swiglu(x)
+    assert same(got[live], whole[live])
+    back = swiglu_kernels.swiglu_backward(grad, x, pairs)
+    assert same(back[live], swiglu_kernels.swiglu_backward(grad, x)[live])
+    assert bool(got[~live].isnan().all()) and bool(back[~live].isnan().all())
+    assert not same(swiglu_kernels.swiglu(x + 1, pairs)[live], whole[live])
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (100, 10), (6, 6), (512, 4), (1, 1)])
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "infinite"])
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -266,7 +281,7 @@ def _round(x_ptr, y_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y_ptr + place, combine_kernels.round_double(x, y_ptr.dtype.element_ty), mask=place < N)
 
 
-@pytest.mark.parametrize("contributors", [1, 3, 5, 6, 8])
+@pytest.mark.parametrize("contributors", [1, 2, 3, 5, 6, 8, 16])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_combine(contributors: int, shared: bool, dtype: torch.dtype) -> None:
@@ -297,6 +312,36 @@ def test_combine_keeps_the_sign_of_a_zero(shared: bool) -> None:
     got = combine_kernels.combine(x, weights, chosen, extra, 4, 3)
     assert same(got, combine_reference.combine(x, weights, chosen, extra, 4, 3))
     assert bool(got.signbit().all())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 257), (3, 1), (65, 70)])
+@pytest.mark.parametrize("contributors", [1, 2, 8, 11])
+def test_combine_of_few_and_many_rows(rows: int, width: int, contributors: int) -> None:
+    """Both launch shapes give the reference's bytes, many slots of one contributor and of one expert included."""
+    x = torch.randn(rows, 4, width + 3)[..., 1 : width + 1]  # FP32, where an order shows in the leaves
+    weights, chosen = torch.randn(rows, 4), torch.randint(0, 22, (rows, 4))
+    chosen[0] = 21
+    args = (x, weights, chosen, torch.randn(rows, width), -(-22 // contributors), contributors)
+    wanted = combine_reference.combine(*args)
+    assert same(combine_kernels.combine(*args), wanted)
+    if rows > 60:  # control: slots in another order
+        assert not same(combine_kernels.combine(x.flip(1), weights.flip(1), chosen.flip(1), *args[3:]), wanted)
+
+
+# NumPy, about sums of the infinities that the test is about
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("contributors", [1, 2, 8])
+def test_combine_of_slots_that_are_not_finite(contributors: int) -> None:
+    """An infinite slot makes its own leaf infinite; only infinities of two signs, or a NaN, make a NaN."""
+    x, weights = torch.randn(70, 4, 16).to(BF16), torch.rand(70, 4) + 0.1
+    chosen = torch.arange(70)[:, None] * 3 % 13 + torch.arange(4)
+    x[0::4, 1, :5], x[1::4, 2, 3:9], x[2::4, 3, 8:] = torch.inf, -torch.inf, torch.nan
+    x[3::4, 0, :4], x[3::4, 2, 2:7] = torch.inf, -torch.inf
+    args = (x, weights, chosen, None, -(-16 // contributors), contributors)
+    got, wanted = combine_kernels.combine(*args), combine_reference.combine(*args)
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert same(got.nan_to_num(7.0, torch.inf, -torch.inf), wanted.nan_to_num(7.0, torch.inf, -torch.inf))
+    assert bool(got.isinf().any()) and not torch.equal(got.isnan(), ~x.isfinite().all(1))  # control: an infinity is no NaN
 
 
 def test_combine_backward() -> None:

@@ -165,7 +165,7 @@ def test_route(experts: int, top_k: int, ties: bool) -> None:
         torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("contributors", "shared"), [(8, False), (8, True), (6, False), (6, True), (1, True)])
+@pytest.mark.parametrize(("contributors", "shared"), [(8, False), (8, True), (6, False), (6, True), (1, False), (1, True), (16, True)])
 def test_combine(contributors: int, shared: bool) -> None:
     slots, weights = made(4096, 8, 300), torch.rand(4096, 8, device="cuda")
     chosen = torch.rand(4096, 128, device="cuda").argsort(1)[:, :8].contiguous()

@@ -18,7 +18,7 @@ CONTRACT = Contract(
     "slots ascending from +0; contributors as adjacent pairs in FP64, an odd one carried",
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d slots = weight * dy, d weights = slot . dy, d shared = dy, all FP32 with one rounding",
-    launch="on one GPU the leaves live in registers; under EP each contributor's owner sends its leaf",
+    launch="on one GPU the leaves live in registers, few rows take narrow blocks; under EP each contributor's owner sends its leaf",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:combine", f"{__name__}.reference:combine_backward", defining=True),
         Provider(

@@ -6,10 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.ops.tree_kernels import EXACT, pair_tree, pair_tree_first
+from zoo.common.ops.tree_kernels import EXACT, pair_tree
 from zoo.common.ops.trees import padded_width
 
-BLOCK = 256
+
+def _block(rows: int, contributors: int) -> int:
+    """Columns of a program of 128 threads: few rows spread over more programs, and many leaves need their registers."""
+    return 256 if rows <= 64 else max(256, min(1024, 8192 // padded_width(contributors)))
 
 
 @triton.jit
@@ -28,34 +31,54 @@ def round_double(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, slots_slot, shared_stride, width, experts_each,
-             SLOTS: tl.constexpr, LEAVES: tl.constexpr, BLOCK_L: tl.constexpr, SHARED: tl.constexpr,
+def _add_to_leaf(leaves, owner, term, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Adds `term` to leaf `owner` of the COUNT from FIRST on. The owner is the whole program's, so all take the same branches."""
+    HALF: tl.constexpr = COUNT // 2
+    if COUNT == 1:
+        leaves = leaves[:FIRST] + (leaves[FIRST] + term,) + leaves[FIRST + 1 :]
+    elif owner < FIRST + HALF:
+        leaves = _add_to_leaf(leaves, owner, term, FIRST, HALF)
+    else:
+        leaves = _add_to_leaf(leaves, owner, term, FIRST + HALF, COUNT - HALF)
+    return leaves
+
+
+@triton.jit
+def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, slots_slot, shared_stride, width,
+             SLOTS: tl.constexpr, LEAVES: tl.constexpr, EXPERTS_EACH: tl.constexpr, SHARED: tl.constexpr,
              BLOCK: tl.constexpr):  # fmt: skip
+    """A slot's contributor is the whole program's, so a branch finds its leaf and no column is masked."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    contributor = tl.arange(0, BLOCK_L)
-    leaves = tl.zeros((BLOCK_L, BLOCK), dtype=tl.float32)
+    kind = slots_ptr.dtype.element_ty
+    values = ()  # every load is under way before the first is waited for
     for slot in tl.static_range(SLOTS):
-        owner = tl.load(experts_ptr + row * SLOTS + slot) // experts_each
-        weight = tl.load(weights_ptr + row * SLOTS + slot)
-        value = tl.load(slots_ptr + row * slots_row + slot * slots_slot + column, mask=mask, other=0.0).to(tl.float32)
-        leaves = tl.where((contributor == owner)[:, None], leaves + (weight * value)[None, :], leaves)
-    leaf = leaves.to(slots_ptr.dtype.element_ty).to(tl.float32)
-    if LEAVES < BLOCK_L:
-        # x + -0 is x for every x, so leaves of -0 are what "an odd one is carried" means
-        # (by its bits: Triton makes +0 of a literal -0.0)
-        minus_zero = tl.full((1, 1), -2147483648, tl.int32).to(tl.float32, bitcast=True)
-        leaf = tl.where((contributor < LEAVES)[:, None], leaf, minus_zero)
+        values = values + (tl.load(slots_ptr + row * slots_row + slot * slots_slot + column, mask=mask, other=0.0),)
     if SHARED:
-        shared = tl.load(shared_ptr + row * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
-        if LEAVES < BLOCK_L:
-            leaf = tl.where((contributor == LEAVES)[:, None], shared[None, :], leaf)
-    total = pair_tree_first(leaf.to(tl.float64), BLOCK_L, BLOCK)
+        shared = tl.load(shared_ptr + row * shared_stride + column, mask=mask, other=0.0)
+    owners = ()
+    weights = ()
+    for slot in tl.static_range(SLOTS):
+        owners = owners + ((tl.load(experts_ptr + row * SLOTS + slot).to(tl.int32) // EXPERTS_EACH) if LEAVES > 1 else 0,)
+        weights = weights + (tl.load(weights_ptr + row * SLOTS + slot),)
+
+    leaves = (tl.zeros((BLOCK,), tl.float32),) * LEAVES
+    for slot in tl.static_range(SLOTS):
+        term = weights[slot] * values[slot].to(tl.float32)
+        leaves = _add_to_leaf(leaves, owners[slot], term, 0, LEAVES)
+
+    level = ()
+    for leaf in tl.static_range(LEAVES):
+        level = level + (leaves[leaf].to(kind).to(tl.float64),)
     if SHARED:
-        if LEAVES == BLOCK_L:
-            total += shared.to(tl.float64)
-    tl.store(y_ptr + row * width + column, round_double(total, y_ptr.dtype.element_ty), mask=mask)
+        level = level + (shared.to(tl.float64),)
+    for _ in tl.static_range((LEAVES + SHARED - 1).bit_length()):
+        above = ()
+        for i in tl.static_range(0, len(level) - 1, 2):
+            above = above + (level[i] + level[i + 1],)
+        level = above + level[len(level) // 2 * 2 :]  # an odd leaf is carried
+    tl.store(y_ptr + row * width + column, round_double(level[0], y_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None, block: int, contributors: int) -> Tensor:
@@ -66,10 +89,11 @@ def combine(slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD
         return y
     x = slots_RKD if slots_RKD.stride(2) == 1 else slots_RKD.contiguous()
     shared = x if shared_RD is None else shared_RD if shared_RD.stride(1) == 1 else shared_RD.contiguous()
-    _combine[(rows, triton.cdiv(width, BLOCK))](
-        x, weights_RK.contiguous(), experts_RK.contiguous(), shared, y, x.stride(0), x.stride(1), shared.stride(0), width, block,
-        SLOTS=slots, LEAVES=contributors, BLOCK_L=padded_width(contributors), SHARED=shared_RD is not None, BLOCK=BLOCK,
-        num_warps=4, **EXACT,
+    columns = _block(rows, contributors)
+    _combine[(rows, triton.cdiv(width, columns))](
+        x, weights_RK.contiguous(), experts_RK.contiguous(), shared, y, x.stride(0), x.stride(1), shared.stride(0), width,
+        SLOTS=slots, LEAVES=contributors, EXPERTS_EACH=block, SHARED=shared_RD is not None, BLOCK=columns,
+        num_warps=4, maxnreg=128, **EXACT,
     )  # fmt: skip
     return y
 

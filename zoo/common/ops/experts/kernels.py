@@ -20,6 +20,7 @@ from zoo.common.ops.tree_kernels import EXACT
 POSITION, PAIR, ROW = (tl.constexpr(i) for i in range(3))  # how a product finds the row that belongs to a position
 DEEPGEMM_ROWS = 128  # mean rows per expert from which padding each expert to DeepGEMM's tile pays
 BLOCK_R = 64  # rows that a weight gradient adds at a time
+CHUNK = 256  # pairs that one program places, where there are many
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _tiles(pairs: int, experts: int, tile: int) -> int:
 
 
 def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
-    """A stable counting sort of the pairs by expert, in one launch. `experts_RK` holds ids below `experts`."""
+    """A stable counting sort of the pairs by expert. `experts_RK` holds ids below `experts`."""
     pairs = experts_RK.numel()
     tiles = _tiles(pairs, experts, tile)
     chosen, integers = experts_RK.contiguous(), {"dtype": torch.int32, "device": experts_RK.device}
@@ -74,9 +75,19 @@ def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
         torch.empty(experts + 1, **integers),
     )
     bins = max(32, triton.next_power_of_2(experts))
-    _lay_out_kernel[(experts + 1,)](
-        chosen, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, tiles,
-        EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=512 if pairs <= 512 else 2048, num_warps=4 if pairs <= 512 else 8,
+    if pairs <= 2048:
+        _lay_out_kernel[(experts + 1,)](
+            chosen, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, tiles,
+            EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=512 if pairs <= 512 else 2048, num_warps=4 if pairs <= 512 else 8,
+        )  # fmt: skip
+        return layout
+    chunks = triton.cdiv(pairs, CHUNK)
+    counts = torch.empty(chunks, bins, **integers)
+    _count_kernel[(chunks,)](chosen, counts, layout.pair_P, pairs, tiles * tile, BINS=bins, CHUNK=CHUNK)
+    _place_kernel[(chunks,)](
+        chosen, counts, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, chunks, tiles,
+        EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=CHUNK, AT_ONCE=max(1, 4096 // bins),
+        num_warps=8,
     )  # fmt: skip
     return layout
 
@@ -86,7 +97,7 @@ def _lay_out_kernel(
     experts_ptr, pair_ptr, expert_ptr, place_ptr, first_ptr, pairs, tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program e owns expert e's tiles, program EXPERTS those that are left. Each counts all pairs, so none waits for another."""
+    """Few pairs. Program e owns expert e's tiles, program EXPERTS those that are left. Each counts all pairs: none waits for another."""
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, CHUNK)
@@ -112,6 +123,59 @@ def _lay_out_kernel(
         tl.store(pair_ptr + at + lanes, -1, mask=at + lanes < last_tile * TILE)
     for at in range(first_tile, last_tile, CHUNK):
         tl.store(expert_ptr + at + lanes, tl.where(own == EXPERTS, -1, own), mask=at + lanes < last_tile)
+
+
+@triton.jit(do_not_specialize=["pairs", "positions"])
+def _count_kernel(experts_ptr, counts_ptr, pair_ptr, pairs, positions, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """Many pairs, first launch: a chunk's pairs by expert; and -1 in all positions, shared out among the programs."""
+    own = tl.program_id(0)
+    lanes = tl.arange(0, CHUNK)
+    live = own * CHUNK + lanes < pairs
+    ids = tl.load(experts_ptr + own * CHUNK + lanes, mask=live, other=0).to(tl.int32)
+    tl.store(counts_ptr + own * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS, mask=live))
+    for at in range(own * CHUNK, positions, tl.num_programs(0) * CHUNK):
+        tl.store(pair_ptr + at + lanes, -1, mask=at + lanes < positions)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
+def _place_kernel(
+    experts_ptr, counts_ptr, pair_ptr, expert_ptr, place_ptr, first_ptr, pairs, chunks, tiles,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Second launch: a pair lies behind its expert's pairs of earlier chunks, and those of its chunk that are before it."""
+    own = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lines = tl.arange(0, AT_ONCE)
+    all_counts = tl.zeros((AT_ONCE, BINS), tl.int32)
+    earlier_counts = tl.zeros((AT_ONCE, BINS), tl.int32)
+    for at in range(0, chunks, AT_ONCE):
+        chunk = (at + lines)[:, None]
+        found = tl.load(counts_ptr + chunk * BINS + bins[None, :], mask=chunk < chunks, other=0)
+        all_counts += found
+        earlier_counts += tl.where(chunk < own, found, 0)
+    needed = (tl.sum(all_counts, 0) + TILE - 1) // TILE
+    last_tile = tl.cumsum(needed, 0)
+    start = (last_tile - needed) * TILE + tl.sum(earlier_counts, 0)
+
+    pair = own * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(experts_ptr + pair, mask=pair < pairs, other=0).to(tl.int32)
+    before = tl.zeros((32, CHUNK), tl.int32)
+    for at in range(own * CHUNK, tl.minimum(own * CHUNK + CHUNK, pairs), 32):
+        other = at + tl.arange(0, 32)
+        theirs = tl.load(experts_ptr + other, mask=other < pairs, other=0).to(tl.int32)
+        before += ((theirs[:, None] == ids[None, :]) & (other[:, None] < pair[None, :])).to(tl.int32)
+    place = tl.gather(start, ids, 0) + tl.sum(before, 0)
+    tl.store(pair_ptr + place, pair, mask=pair < pairs)
+    tl.store(place_ptr + pair, place, mask=pair < pairs)
+
+    share = tl.cdiv(tiles, chunks)
+    for at in range(own * share, tl.minimum(own * share + share, tiles), 16):
+        tile = at + tl.arange(0, 16)
+        owner = tl.sum((last_tile[:, None] <= tile[None, :]).to(tl.int32), 0)
+        tl.store(expert_ptr + tile, tl.where(owner < EXPERTS, owner, -1), mask=(tile < own * share + share) & (tile < tiles))
+    if own == 0:
+        tl.store(first_ptr + bins, (last_tile - needed) * TILE, mask=bins < EXPERTS)
+        tl.store(first_ptr + EXPERTS, tl.sum(needed, 0) * TILE)
 
 
 @triton.jit
@@ -232,13 +296,33 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     count, hidden, inner = down_XDF.shape
     layout = lay_out(experts_RK, count, deep_gemm.get_mk_alignment_for_contiguous_layout())
     positions = layout.pair_P.numel()
-    # positions without a pair compute a copy of row 0, and tiles without an expert the first expert's: nobody reads them
-    x_PD = x_RD.index_select(0, layout.pair_P.clamp(min=0) // slots)
+    # positions without a pair compute what memory held, and tiles without an expert the first expert's: nobody reads them
+    x_PD = _copy_rows(x_RD, layout.pair_P, slots, x_RD.new_empty(positions, hidden))
     expert_P = layout.expert_B.clamp(min=0)[:, None].expand(-1, layout.tile).reshape(positions)
     gate_up_P2F, down_PD = x_RD.new_empty(positions, 2 * inner), x_RD.new_empty(positions, hidden)
     deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, expert_P)
-    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(swiglu(gate_up_P2F), down_XDF.contiguous(), down_PD, expert_P)
-    return down_PD.index_select(0, layout.place_RK.view(-1)).view(rows, slots, hidden)
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(swiglu(gate_up_P2F, layout.pair_P), down_XDF.contiguous(), down_PD, expert_P)
+    return _copy_rows(down_PD, layout.place_RK, 1, x_RD.new_empty(rows, slots, hidden))
+
+
+def _copy_rows(x_ID: Tensor, source: Tensor, share: int, out: Tensor) -> Tensor:
+    """out[i] = x_ID[source[i] // share], i over all of `source`; where it is negative, out's row stays as memory was."""
+    hidden = x_ID.shape[1]
+    block = min(triton.next_power_of_2(hidden), 2048)
+    height = 4096 // block
+    grid = (triton.cdiv(source.numel(), height), triton.cdiv(hidden, block))
+    _copy_rows_kernel[grid](x_ID.contiguous(), source, out, source.numel(), D=hidden, SHARE=share, ROWS=height, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _copy_rows_kernel(x_ptr, source_ptr, out_ptr, rows, D: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    source = tl.load(source_ptr + row, mask=row < rows, other=-1)
+    mask = (source >= 0)[:, None] & (d < D)
+    values = tl.load(x_ptr + (source // SHARE).to(tl.int64)[:, None] * D + d, mask=mask, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * D + d, values, mask=mask)
 
 
 def experts_grouped_mm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
@@ -270,8 +354,8 @@ def experts_backward(
     _product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
     grad_hidden_PF = x_RD.new_empty(positions, inner)
     _product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
-    grad_down_XDF = _weight_grad(grad_RKD, swiglu(gate_up_P2F), torch.empty_like(down_XDF), layout, PAIR, POSITION)
-    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F)
+    grad_down_XDF = _weight_grad(grad_RKD, swiglu(gate_up_P2F, layout.pair_P), torch.empty_like(down_XDF), layout, PAIR, POSITION)
+    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, layout.pair_P)
     grad_gate_up_X2FD = _weight_grad(grad_gate_up_P2F, x_RD, torch.empty_like(gate_up_X2FD), layout, POSITION, ROW)
     slots_PD = x_RD.new_empty(positions, hidden)
     _product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)
