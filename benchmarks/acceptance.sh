@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
-# `a+b` runs stages side by side, `+a` beside all that follow: admit, tests, laws, attention, warm, compile, ladders, live and proofs, in which nothing is timed.
-# The others have the GPU alone, faster once `compile` has been: dense, speed, speed35, speed_moe, long, train, train35, moe35, moe, qwen35, linear, ops. PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs)
+# `a+b` runs stages side by side, `+a` beside all that follow. Nothing is timed in
+#   admit, tests, laws, attention, warm, compile, rungs, live,
+#   ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _http, _moe, _moe35, _qwen35).
+# The others have the GPU alone, faster once `compile` has been:
+#   dense, speed, speed35, speed_moe, long, train, train35, moe35, moe, qwen35, linear, ops.
+# PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live)
 # sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
 # machine share what was compiled.
 set -uo pipefail
@@ -172,42 +176,58 @@ stage_warm() {
   ladders
 }
 
-stage_ladders() {
-  ladder ladder_moe35 200 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096 &
-  ladder ladder_qwen35 200 qwen3_5 --size 4b --lengths 600,4096
-  wait
-  ladder ladder_moe 200 qwen3_moe --size 30b-a3b --layers 8 --lengths 600,4096
-  ladder ladder_dense 200 qwen3 --size 8b --lengths 600,4096
-  stage "35B-A3B and 30B-A3B of 8 layers, Qwen3.5-4B and Qwen3-8B whole" 12 ladder_moe35 ladder_qwen35 ladder_moe ladder_dense
+stage_ladder_dense() { ladder ladder_dense 240 qwen3 --size 8b --lengths 600,4096; stage "Qwen3-8B whole" 14 ladder_dense; ladders; }
+stage_ladder_moe() { ladder ladder_moe 240 qwen3_moe --size 30b-a3b --layers 8 --lengths 600,4096; stage "30B-A3B, 8 layers" 14 ladder_moe; ladders; }
+stage_ladder_moe35() { ladder ladder_moe35 240 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096; stage "35B-A3B, 8 layers" 14 ladder_moe35; ladders; }
+stage_ladder_qwen35() { ladder ladder_qwen35 400 qwen3_5 --size 4b --lengths 600,4096; stage "Qwen3.5-4B whole" 14 ladder_qwen35; ladders; }
+
+# one after another: decode of 64 sequences holds the most
+stage_ladders() { for name in moe35 qwen35 moe dense; do "stage_ladder_$name"; done; }
+
+# the trainer alone, its gradients too
+stage_rungs() {
+  climb ladder_rungs_dense 200 1,2 qwen3 --size 8b --lengths 600,4096
+  climb ladder_rungs_moe35 200 1,2 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096
+  stage "rungs 1 and 2" 14 ladder_rungs_dense ladder_rungs_moe35
   ladders
 }
 
-# the embedded engine samples, another process scores; then again after optimizer steps
+# an engine samples, another process scores; then again after optimizer steps
 stage_live() {
   climb ladder_live_dense 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 &
   climb ladder_live_moe35 200 4,5 qwen3_5_moe --size 35b-a3b --layers 4 --lengths 130,600 &
+  climb ladder_live_sglang 200 4,5 qwen3 --size 8b --layers 4 --lengths 130,600 --engine sglang &
   wait
-  stage "the embedded engine, live" 12 ladder_live_dense ladder_live_moe35
+  stage "live" 14 ladder_live_dense ladder_live_moe35 ladder_live_sglang
   ladders
 }
 
-# engines idle while trainers score: the GPU holds all of these models
+# proof NAME ARCHITECTURE...: its weights, up to 17 GB, lie on the disk meanwhile
+proof() {
+  local name=$1
+  shift
+  job "$name" 420 "$py" -m benchmarks.sglang_proof "$@" --folder "$work/$name" --out "$rows"
+  rm -rf "${work:?}/$name"
+  stage "stock SGLang against the trainer, $*" 24 "$name"
+}
+stage_proof_dense() { proof proof_dense qwen3 --size 8b --no-http; }
+stage_proof_http() { proof proof_http qwen3 --size 8b --no-engine; }
+stage_proof_moe() { proof proof_moe qwen3_moe --size 30b-a3b --layers 8 --no-http; }
+stage_proof_moe35() { proof proof_moe35 qwen3_5_moe --size 35b-a3b --layers 8 --no-http; }
+stage_proof_qwen35() { proof proof_qwen35 qwen3_5 --size 4b --no-http; }
+
+# more than two engines at once run out of memory in an update
 stage_proofs() {
-  proof() {
-    local name=$1
-    shift
-    job "$name" 420 "$py" -m benchmarks.sglang_proof "$@" --folder "$work/$name" --out "$rows"
-    rm -rf "$work/$name"
-  }
-  proof proof_dense qwen3 --size 8b &
-  proof proof_moe35 qwen3_5_moe --size 35b-a3b --layers 8 --no-http &
-  proof proof_qwen35 qwen3_5 --size 4b --no-http
-  proof proof_moe qwen3_moe --size 30b-a3b --layers 8 --no-http
+  stage_proof_dense &
+  stage_proof_moe
   wait
-  stage "stock SGLang against the trainer" 24 proof_dense proof_moe proof_moe35 proof_qwen35
+  stage_proof_moe35 &
+  stage_proof_qwen35
+  wait
+  stage_proof_http
 }
 
-shared=(--documents 4 --length 4096 --contexts 600 --out "$rows")
+shared=(--documents 4 --length 4096 --out "$rows")
 
 # what the timed stages compile, by a process each
 stage_compile() {
@@ -229,7 +249,7 @@ stage_compile() {
 }
 
 stage_dense() {
-  job dense 120 "$py" -m benchmarks.models qwen3 --size 8b --what decode,score --ablate --profile --budget 110 "${shared[@]}"
+  job dense 120 "$py" -m benchmarks.models qwen3 --size 8b --what decode,score --profile --budget 110 --contexts 600,4096 "${shared[@]}"
   stage "Qwen3-8B: decode, score" 12 dense
 }
 
@@ -261,17 +281,17 @@ stage_train35() {
 }
 
 stage_moe35() {
-  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --profile --budget 60 "${shared[@]}"
+  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --contexts 600 --profile --budget 60 "${shared[@]}"
   stage "35B-A3B: decode, prefill, score" 12 moe35
 }
 
 stage_moe() {
-  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --profile --budget 55 "${shared[@]}"
+  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --contexts 600,4096 --profile --budget 55 "${shared[@]}"
   stage "30B-A3B: decode, score" 12 moe
 }
 
 stage_qwen35() {
-  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --profile --budget 55 "${shared[@]}"
+  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --contexts 600 --profile --budget 55 "${shared[@]}"
   stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
 }
 

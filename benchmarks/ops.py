@@ -34,7 +34,8 @@ from benchmarks.common import (
     table,
     verdict,
 )
-from benchmarks.work import CONTEXTS, HEADS_OF_VOCABULARY, LINEARS, MIXTURES, OPS, Place, Work
+from benchmarks.work import OPS, Place, Work
+from benchmarks.work.shapes import CONTEXTS, HEADS_OF_VOCABULARY, LINEARS, MIXTURES
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK
 from zoo.common.program import Program, narrow_parts, resolve

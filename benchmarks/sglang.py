@@ -5,7 +5,8 @@
 Weights are random ones of realistic scale, written once; DeepGEMM is qualified for this GPU first, so that no fallback is measured.
 Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time;
 one that is late is stopped while others measure. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
-is flushed between calls and log-probabilities are returned. Prefill graphs are off for all: the plugin has none.
+is flushed between calls and log-probabilities are returned. SGLang's own prefill graphs are off: compiling them takes minutes; the
+plugin has its own.
 A row is written the moment it is measured; a rival's row carries the zoo's speed over it.
 """
 
@@ -71,7 +72,7 @@ def engine_arguments(path: str, loads: Sequence[Measure], context: int | None, h
         "model_path": path,
         "skip_tokenizer_init": True,
         "max_total_tokens": -(-slots // SLOTS) * SLOTS,
-        "max_running_requests": most,
+        "max_running_requests": most + 1,  # SGLang's admission counts a request whose prompt is cut twice
         "cuda_graph_bs_decode": sorted({load.batch for load in loads}),
         "mem_fraction_static": 0.9,
         "context_length": context or max(CONTEXT, -(-(longest + 8) // CONTEXT) * CONTEXT),

@@ -1,6 +1,6 @@
 """Stock SGLang serves, another process trains: every returned log-probability against `ForRL.score`, byte by byte.
 
-    python -m benchmarks.sglang_proof qwen3 --size 8b [--layers N] [--no-http] [--out rows.jsonl]
+    python -m benchmarks.sglang_proof qwen3 --size 8b [--layers N] [--no-http | --no-engine] [--out rows.jsonl]
 
 Processes one after another: random weights of realistic scale as a published checkpoint; `sglang.Engine` with too few pages for its
 requests (chunked prefill, retraction), asked again (cache hits), updated by tensors, paused in the middle, updated from disk and by a
@@ -191,6 +191,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=64)
     made.add_argument("--tokens", type=int, default=96, help="drawn by each request")
     made.add_argument("--no-http", action="store_true")
+    made.add_argument("--no-engine", action="store_true", help="the HTTP server only")
     made.add_argument("--folder", type=Path, help="weights, records and logs; a temporary one by default")
     made.add_argument("--out", type=Path, help="append JSON rows to this file")
     made.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
@@ -230,7 +231,7 @@ def _all(given: argparse.Namespace, folder: Path) -> int:
     shared += [] if given.out is None else ["--out", str(given.out)]
     worst = 0
     for step in STEPS:
-        if given.no_http and "http" in step:
+        if (given.no_http and "http" in step) or (given.no_engine and step in ("engine", "score")):
             continue
         status = subprocess.run([sys.executable, "-m", "benchmarks.sglang_proof", *shared, "--step", step], check=False).returncode
         say(f"{step}: exit status {status}")

@@ -22,13 +22,14 @@ from zoo.common import ops
 from zoo.common.engine import Completion
 from zoo.common.sampling import SamplingParams
 from zoo.verify import live
+from zoo.verify.samplers import Embedded
 from zoo.verify.subject import Settings, build
 
 
 def served(arch: str) -> tuple[Any, list[dict[str, Any]]]:
     subject = build(arch, checkpoint=None, device="cpu")
     subject.draw((20, 33))
-    completions = live.sample(subject, Settings((20, 33), requests=6, drawn=8))
+    completions = live.sample(subject, Settings((20, 33), requests=6, drawn=8), Embedded(subject))
     return subject.trainer, [
         {"phase": "p", "updated": False, "record": c.to_dict(), "cached": 3, "retracted": 1, "experts": None, "weights": None}
         for c in completions

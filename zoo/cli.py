@@ -37,7 +37,7 @@ def verify(
     rungs: Annotated[str, typer.Option(help="3, 1,3 or 1-5")] = "1-5",
     lengths: Annotated[str | None, typer.Option(help="tokens of each sequence, 1,63,300", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(help="parallel layout (not built yet)", show_default=False)] = None,
-    engine: Annotated[str, typer.Option(help="embedded (sglang is not built yet): who samples in rungs 4 and 5")] = "embedded",
+    engine: Annotated[str, typer.Option(help="embedded or sglang: who samples in rungs 4 and 5")] = "embedded",
     seed: Annotated[int, typer.Option(help="seed of random weights")] = 0,
     json_file: Json = None,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML page", show_default=False)] = None,

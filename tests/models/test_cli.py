@@ -136,6 +136,7 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("verify", "qwen3", "--lengths", "1,-2"), "--lengths '1,-2' must be whole numbers"),
         (("verify", "qwen3", "--device", "tpu"), "--device 'tpu' must be cpu or cuda"),
         (("verify", "qwen3", "--engine", "vllm"), "--engine 'vllm' must be embedded or sglang"),
+        (("verify", "qwen3", "--engine", "sglang", "--device", "cpu"), "--engine sglang needs a GPU, the ladder runs on cpu"),
         (("verify", "qwen3", "--layout", "tp=2"), "--layout 'tp=2' is not supported yet"),
         (("verify", "qwen3", "--json", "absent/folder/x.json"), "its folder does not exist"),
         (("verify", "qwen3", "--report", "CHECKPOINT"), "is a folder, it must be a file"),
@@ -232,6 +233,8 @@ def test_audit_of_the_package(cli: Cli, capsys: pytest.CaptureFixture[str]) -> N
         ("y = ops.linear(x_RD, w_NK)", 0),
         ("slot_R = page_R * page_size + positions_R % page_size", 0),
         ("y = a + 1", 0),
+        ("sequences = MOST_SEQUENCES + 1", 0),
+        ("y = MOST_X + x_RD", 1),
     ],
 )
 def test_audit_sees_a_planted_number(source: str, count: int) -> None:

@@ -16,6 +16,7 @@ from tests.models import planted
 from zoo.verify import live, ways
 from zoo.verify.ladder import Ladder, Result
 from zoo.verify.run import save
+from zoo.verify.samplers import Embedded
 from zoo.verify.subject import Settings, Subject, build, config_of, settings_for
 from zoo.verify.tally import Tally, emptiness, k3_of, shared_pattern
 
@@ -239,7 +240,7 @@ def test_k3_sees_one_ulp() -> None:
 def test_a_record_that_was_touched_is_caught() -> None:
     subject = built()
     subject.draw((20, 30))
-    completions = live.sample(subject, SMALL)
+    completions = live.sample(subject, SMALL, Embedded(subject))
     with live.Scorer(subject) as scorer:
         scores = scorer.score(completions)
         rows = [tally.row(4, what, empty) for what, tally, empty in live.compare(completions, scores, subject.vocabulary)]

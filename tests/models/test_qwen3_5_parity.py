@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,9 @@ def test_configs_come_back() -> None:
         assert Qwen35Config.from_hf(config.first_layers(4).to_hf()).full == (False, False, False, True)
     with pytest.raises(ValueError, match="the first 3 layers have none of full attention, 4 are needed"):
         SIZES["4b"].first_layers(3)
-    by_interval = {**SIZES["4b"].to_hf(), "full_attention_interval": 4}
+    by_interval = SIZES["4b"].to_hf()
+    assert by_interval["full_attention_interval"] == 4  # stock SGLang reads nothing else
     del by_interval["layer_types"]
     assert Qwen35Config.from_hf(by_interval) == SIZES["4b"]
+    uneven = replace(SIZES["4b"], full=(True, True, *SIZES["4b"].full[2:]))
+    assert "full_attention_interval" not in uneven.to_hf() and Qwen35Config.from_hf(uneven.to_hf()) == uneven

@@ -163,6 +163,9 @@ class Qwen35Config:
             "tie_word_embeddings": self.tied,
             "torch_dtype": "bfloat16",
         }  # fmt: skip
+        interval = self.full.index(True) + 1
+        if self.full == tuple((i + 1) % interval == 0 for i in range(self.layers)):
+            fields["full_attention_interval"] = interval  # all that stock SGLang reads of the layers' kinds
         if self.eos:
             fields["eos_token_id"] = list(self.eos) if len(self.eos) > 1 else self.eos[0]
         if self.experts:

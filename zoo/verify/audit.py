@@ -22,9 +22,9 @@ MATH = frozenset({
 OWNERS = frozenset({"ops", "layers", "math", "optimizer"})
 MODULES = frozenset({"norm", "linear", "embedding", "conv1d", "rms_norm", "layer_norm"})  # also names of submodules: self.norm(x)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult)
-# activations by their shape suffix; positions, counts, ids and page tables are integers that choose rows
+# activations by their shape suffix (a constant has no small letter); positions, counts, ids and page tables are integers that choose rows
 _INTEGERS = "position|length|start|ids|page|slot|sequence|row|target|wanted|index|count|before"
-_ACTIVATION = re.compile(rf"^(?!.*({_INTEGERS})).*_[A-Z][A-Z0-9]*$")
+_ACTIVATION = re.compile(rf"^(?!.*({_INTEGERS}))(?=.*[a-z]).*_[A-Z][A-Z0-9]*$")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from zoo.common.engine import Completion
 from zoo.verify import live, ways
+from zoo.verify.samplers import Sampler, sampler
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Row, Spot, Tally, emptiness, shared_pattern
 from zoo.verify.trace import Divergence, Run, Tap, first_divergence
@@ -67,8 +69,9 @@ class Ladder:
         settings: Settings,
         say: Callable[[str], None] = lambda text: None,
         wrote: Callable[[Row, float], None] = lambda row, seconds: None,
+        engine: str = "embedded",
     ) -> None:
-        self.subject, self.settings, self.say, self.wrote = subject, settings, say, wrote
+        self.subject, self.settings, self.say, self.wrote, self.engine = subject, settings, say, wrote, engine
         subject.draw(settings.lengths)
         fingerprint = subject.trainer.fingerprint()
         fingerprint.check(subject.server.fingerprint())
@@ -89,12 +92,12 @@ class Ladder:
             self._engines(3, self.settings, "")
             self._finished(3)
         if {4, 5} & set(rungs):
-            with live.Scorer(self.subject) as scorer:
+            with live.Scorer(self.subject) as scorer, closing(sampler(self.engine, self.subject)) as source:
                 if 4 in rungs:
-                    self._live(4, self.settings, scorer, "")
+                    self._live(4, self.settings, source, scorer, "")
                     self._finished(4)
                 if 5 in rungs:
-                    self._steps(scorer)
+                    self._steps(source, scorer)
                     self._finished(5)
         return self.result
 
@@ -278,14 +281,14 @@ class Ladder:
         if line not in self.result.not_run:
             self.result.not_run.append(line)
 
-    def _live(self, rung: int, settings: Settings, scorer: live.Scorer, prefix: str) -> None:
-        """Rung 4: the embedded engine samples, another process scores what it wrote down."""
+    def _live(self, rung: int, settings: Settings, source: Sampler, scorer: live.Scorer, prefix: str) -> None:
+        """Rung 4: an engine samples, another process scores what it wrote down."""
         self.say(f"{prefix}live sampling")
-        completions = live.sample(self.subject, settings)
+        completions = live.sample(self.subject, settings, source)
         self.say(f"{prefix}scoring in another process")
         scored = scorer.score(completions)
         for what, tally, empty in live.compare(completions, scored, self.subject.vocabulary):
-            self._add(tally.row(rung, prefix + what, empty), tally)
+            self._add(tally.row(rung, prefix + source.prefix + what, empty), tally)
             if tally.spot is not None and self.result.first_divergence is None:
                 self._name_live(completions, tally.spot)
 
@@ -300,17 +303,19 @@ class Ladder:
         finally:
             self.subject.documents = documents
 
-    def _steps(self, scorer: live.Scorer) -> None:
+    def _steps(self, source: Sampler, scorer: live.Scorer) -> None:
         """Rung 5: optimizer steps on fixed data, the weights pushed into the server, rungs 3 and 4 again."""
         subject, settings = self.subject, self.settings.again()
         trainer = subject.trainer
+        # BF16 weights round away small updates; but all inputs of a row move its sum, and too large a step makes every token certain
+        rate = min(1e-3, 0.128 / trainer.config.hidden)
         optimizers: list[tuple[str, torch.optim.Optimizer]] = [
-            # BF16 weights round away small updates: steps this large change most of them
-            ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=1e-3, foreach=False)),
+            ("AdamW", torch.optim.AdamW(trainer.parameters(), lr=rate, foreach=False)),
             ("SGD", torch.optim.SGD(trainer.parameters(), lr=1e-2, foreach=False)),
         ]
         documents = self.short()
-        ids = torch.cat([subject.ids(d) for d in documents])
+        # backwards: the tokens that are compared would soon be certain
+        ids = torch.cat([subject.ids(d).flip(0) for d in documents])
         cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
         for step in range(settings.steps):
             name, optimizer = optimizers[step % 2]
@@ -325,8 +330,9 @@ class Ladder:
             stuck = "the step changed no weight" if trainer.weights_version == before else None
             self._add(tally.row(5, f"{prefix}the server's weights", stuck), tally)
             subject.trainer.fingerprint().check(subject.server.fingerprint())
+            source.update()
             self._engines(5, settings, prefix)
-            self._live(5, settings, scorer, prefix)
+            self._live(5, settings, source, scorer, prefix)
 
     def _push(self, label: str) -> Tally:
         """Published tensors of the trainer into the server, and a comparison of every byte of them."""

@@ -1,4 +1,4 @@
-"""Rung 4: the embedded engine samples at one version of the weights; a trainer in another process scores what was recorded."""
+"""Rung 4: an engine samples at one version of the weights; a trainer in another process scores what was recorded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import zoo
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Completion
 from zoo.common.sampling import SamplingParams
+from zoo.verify.samplers import Sampler
 from zoo.verify.score import SCORES, Scores
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Tally, emptiness
@@ -31,8 +32,8 @@ PARAMS = (
 )
 
 
-def sample(subject: Subject, settings: Settings) -> list[Completion]:
-    """Draws through the embedded engine: prompts of different lengths, greedy, temperatures and filters mixed, all at once."""
+def sample(subject: Subject, settings: Settings, sampler: Sampler) -> list[Completion]:
+    """Draws: prompts of different lengths, greedy, temperatures and filters mixed, all at once."""
     longest = subject.trainer.config.positions - settings.drawn
     prompts, params = [], []
     for i in range(settings.requests):
@@ -40,10 +41,9 @@ def sample(subject: Subject, settings: Settings) -> list[Completion]:
         # a second request of a document reads another prefix of it
         prompts.append(document[: max(1, min(len(document), longest) - 5 * (i // len(subject.documents)))])
         params.append(replace(PARAMS[i % len(PARAMS)], max_new_tokens=settings.drawn, ignore_eos=True))
-    memory = subject.server.make_memory(2, slots=1)
-    # what the requests need and no more: on a GPU the scoring process wants room too
-    pages = 1 + sum(memory.pages_for(len(prompt) + settings.drawn) for prompt in prompts)
-    completions = Engine(subject.server, pages=pages, chunk_rows=1024).generate(prompts, params)
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()  # for whoever draws or scores in another process
+    completions = sampler.generate(prompts, params)
     if subject.device.type == "cuda":
         torch.cuda.empty_cache()
     return completions

@@ -21,6 +21,7 @@ from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
 from zoo.verify.ladder import RUNGS, Ladder, Result
+from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
 from zoo.verify.subject import Subject, build, config_of, is_large, settings_for, sizes
 from zoo.verify.tally import Row
@@ -79,17 +80,14 @@ def device_of(name: str | None) -> str:
 
 def verify(asked: Asked, console: Console, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
     """Climbs, prints the table, writes the files. ValueError for whatever the user got wrong."""
-    if asked.engine not in ("embedded", "sglang"):
-        raise ValueError(f"--engine {asked.engine!r} must be embedded or sglang")
-    if asked.engine == "sglang":
-        raise ValueError("--engine sglang is not built yet; there is embedded")
+    device = device_of(asked.device)
+    check_engine(asked.engine, device)
     if asked.layout is not None:
         raise ValueError(f"--layout {asked.layout!r} is not supported yet: one device only")
     if reproduction is not None:
         check_folder(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
-    device = device_of(asked.device)
     if asked.store is not None:
         qualification.use(asked.store)
     with console.status("building") as status:
@@ -115,7 +113,7 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
             line(console, f"{'equal ' if row.ok else 'FAILED'} {row.rung} {row.what} ({seconds:.1f} s)")
             save(json_file, ladder.result)
 
-        ladder = Ladder(subject, settings, say, wrote)
+        ladder = Ladder(subject, settings, say, wrote, asked.engine)
         try:
             result = ladder.climb(asked.rungs)
         finally:

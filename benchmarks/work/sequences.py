@@ -1,0 +1,195 @@
+"""What reads a sequence's past: attention and the gated delta rule, decode of many sequences and prefill of one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import rivals
+from benchmarks.common import sets_for
+from benchmarks.work.cases import Place, Work, subset_law
+from benchmarks.work.shapes import DELTA, HEADS, PREFILL
+from zoo.common import ops
+from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.memory import KeyValues, PagedMemory
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.testing import assert_same_bytes
+
+
+def attention(place: Place, rows: int) -> Iterator[Work]:
+    for model, (heads, groups, width) in HEADS.items():
+        if place.tiny:
+            heads, groups, width = 4, 2, 16
+        if rows >= PREFILL:
+            yield _prefill_attention(place, model, heads, groups, width, rows)
+            continue
+        for context in place.contexts:
+            yield _decode_attention(place, model, heads, groups, width, rows, context)
+
+
+def _decode_attention(place: Place, model: str, heads: int, groups: int, width: int, rows: int, context: int) -> Work:
+    page = 80 if width > 128 else 128
+    pages = -(-context // page)
+    sets = 1 if place.tiny else min(16, sets_for(4 * rows * context * groups * width))
+    memory = PagedMemory(sets, rows * pages + 1, page, groups, width, torch.bfloat16, place.device)
+    for pool in (memory.k_LPSGE, memory.v_LPSGE):
+        pool.normal_()
+    q, scale = place.randn(rows, heads, width), width**-0.5
+    page_table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place.device).view(rows, pages)
+    at = Rows.pushed([1] * rows, [context - 1] * rows, place.device)
+
+    def run(i: int, program: Program, index: Tensor | None = None) -> Tensor:
+        mine, some, pages_NB = q, at, page_table
+        if index is not None:
+            mine, pages_NB = q[index], page_table[index]
+            some = Rows.pushed([1] * len(index), [context - 1] * len(index), place.device)
+        return ops.attention(mine, KeyValues(memory.k_LPSGE[i], memory.v_LPSGE[i], pages_NB), some, scale, program=program)
+
+    def contiguous(pool: Tensor, i: int, count: int = rows) -> Tensor:
+        return pool[i, 1:].view(rows, pages * page, groups, width)[:count, :context].transpose(1, 2)
+
+    def sdpa(i: int) -> Tensor:
+        keys, values = (contiguous(pool, i) for pool in (memory.k_LPSGE, memory.v_LPSGE))
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
+
+    def exact() -> Tensor:
+        keys, values = (contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE))
+        scores = (q[:4, :, None].double() @ keys.transpose(2, 3)) * scale
+        return (torch.softmax(scores, -1) @ values)[:, :, 0]
+
+    theirs = place.theirs
+    return Work(
+        "attention",
+        f"{model} {heads}/{groups}x{width} decode at {context}",
+        rows,
+        {"aligned": lambda i: run(i, place.ours)},
+        {**({} if theirs is None else {"split-KV": lambda i: run(i, theirs)}), "SDPA": sdpa},
+        flops=4.0 * rows * context * heads * width,
+        nbytes=4.0 * rows * context * groups * width,
+        law=subset_law(lambda: run(0, place.ours), lambda index: run(0, place.ours, index), rows, place.device),
+        exact=exact,
+        picked=lambda out: out[:4],
+        sets=sets,
+    )
+
+
+def _prefill_attention(place: Place, model: str, heads: int, groups: int, width: int, rows: int) -> Work:
+    q, k, v = (place.randn(rows, count, width) for count in (heads, groups, groups))
+    scale = width**-0.5
+
+    def run(program: Program, length: int = rows) -> Tensor:
+        at = whole if length == rows else Rows.packed(torch.tensor([0, length], device=place.device))
+        return ops.attention(q[:length], KeyValues(k[:length], v[:length]), at, scale, program=program)
+
+    whole = Rows.packed(torch.tensor([0, rows], device=place.device))
+
+    def sdpa() -> Tensor:
+        each = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+    def law() -> None:
+        for length in (1, 129, rows - 1):
+            assert_same_bytes(run(place.ours, length), run(place.ours)[:length], f"row law, the first {length} of {rows} rows")
+
+    def exact() -> Tensor:
+        keys, values = (t.double().repeat_interleave(heads // groups, 1) for t in (k, v))
+        scores = torch.softmax(torch.einsum("he,the->ht", q[-1].double(), keys) * scale, -1)
+        return torch.einsum("ht,the->he", scores, values)
+
+    theirs = place.theirs
+    return Work(
+        "attention",
+        f"{model} {heads}/{groups}x{width} prefill",
+        rows,
+        {"aligned": lambda i: run(place.ours)},
+        {**({} if theirs is None else {"FA4 in one pass": lambda i: run(theirs)}), "SDPA": lambda i: sdpa()},
+        flops=2.0 * rows * rows * heads * width,
+        nbytes=4.0 * rows * (heads + groups) * width,
+        law=law,
+        exact=exact,
+        picked=lambda out: out[-1],
+        eager=True,
+    )
+
+
+def gated_delta(place: Place, rows: int) -> Iterator[Work]:
+    for model, (key_heads, value_heads, key_dim, value_dim) in DELTA.items():
+        if place.tiny:
+            key_heads, value_heads, key_dim, value_dim = 1, 2, 16, 16
+        q, k = (torch.nn.functional.normalize(place.randn(rows, key_heads, key_dim), dim=-1) for _ in range(2))
+        v, decay = place.randn(rows, value_heads, value_dim), -0.05 * place.randn(rows, value_heads, dtype=torch.float32).exp()
+        operands = (q, k, v, decay, torch.sigmoid(place.randn(rows, value_heads, dtype=torch.float32)))
+        name = f"{model} {key_heads}/{value_heads} heads of {key_dim}"
+        flops, state_bytes = 4.0 * rows * value_heads * key_dim * value_dim, 4.0 * rows * value_heads * key_dim * value_dim
+        if rows >= PREFILL:
+            yield _prefill_delta(place, name, operands, flops)
+            continue
+        memory = DeltaMemory(1, rows + 1, key_heads, value_heads, key_dim, value_dim, 8, torch.bfloat16, place.device)
+        layer = memory.view(torch.arange(1, rows + 1, device=place.device))[0].state
+        # every position of one chunk, in order: the closing of the chunk is in the mean
+        steps = [Rows.pushed([1] * rows, [CHUNK + j] * rows, place.device) for j in range(CHUNK)]
+        state = torch.zeros(rows, value_heads, key_dim, value_dim, device=place.device)
+
+        def run(i: int, a: tuple[Tensor, ...] = operands, layer: Any = layer, steps: list[Rows] = steps) -> Tensor:
+            return ops.gated_delta(*a, layer, steps[i], program=place.ours)
+
+        def law(
+            a: tuple[Tensor, ...] = operands, keys: tuple[int, ...] = (key_heads, value_heads, key_dim, value_dim), n: int = rows
+        ) -> None:
+            outs = []
+            many = torch.arange(max(n, 65)) % n  # the last of fewer than 65 is a sequence again, beside others of its kind
+            for index in (many, many[-1:]):
+                fresh = DeltaMemory(1, len(index) + 1, *keys, 8, torch.bfloat16, place.device)
+                view = fresh.view(torch.arange(1, len(index) + 1, device=place.device))[0].state
+                mine = tuple(t[index.to(place.device)] for t in a)
+                outs.append(
+                    [
+                        ops.gated_delta(*mine, view, Rows.pushed([1] * len(index), [j] * len(index), place.device), program=place.ours)[-1:]
+                        for j in range(CHUNK + 1)
+                    ]
+                )
+            assert_same_bytes(outs[0], outs[1], f"row law, the last of {len(many)} sequences over a chunk")
+
+        yield Work(
+            "gated_delta",
+            f"{name} decode",
+            rows,
+            {"aligned": run},
+            {
+                "fla recurrent": lambda i, a=operands, s=state: rivals.fla_recurrent(*a, s),
+                "triton recurrent": lambda i, a=operands, s=state: rivals.recurrent_step(*a, s),
+            },
+            flops=flops,
+            nbytes=2 * state_bytes,
+            law=law,
+            sets=CHUNK,
+        )
+
+
+def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops: float) -> Work:
+    rows, repeat = operands[0].shape[0], operands[2].shape[1] // operands[0].shape[1]
+    wide = tuple(t.repeat_interleave(repeat, 1) for t in operands[:2])
+    whole = Rows.packed(torch.tensor([0, rows], device=place.device))
+
+    def law() -> None:
+        full = ops.gated_delta(*operands, None, whole, program=place.ours)
+        for length in (1, 129, rows - 1):
+            short = Rows.packed(torch.tensor([0, length], device=place.device))
+            part = ops.gated_delta(*(t[:length] for t in operands), None, short, program=place.ours)
+            assert_same_bytes(part, full[:length], f"row law, the first {length} of {rows} rows")
+
+    return Work(
+        "gated_delta",
+        f"{name} prefill",
+        rows,
+        {"aligned": lambda i: ops.gated_delta(*operands, None, whole, program=place.ours)},
+        {"fla chunk": lambda i: rivals.fla_chunk(*wide, *operands[2:])},
+        flops=flops,
+        nbytes=float(sum(t.nbytes for t in operands)),
+        law=law,
+        eager=True,
+    )

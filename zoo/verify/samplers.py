@@ -1,0 +1,135 @@
+"""Who draws in rungs 4 and 5: the embedded engine, or a stock SGLang with the zoo's plugin."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zoo.common.engine import Completion, Engine
+from zoo.common.sampling import SamplingParams
+from zoo.verify.subject import Subject
+
+ENGINES = ("embedded", "sglang")
+SEEDS = 1 << 63  # SGLang sends seeds as int64: one beyond is left to it, and comes back in the record
+MARGIN = 8  # tokens that SGLang wants beyond a prompt and its answer
+
+
+class Sampler(Protocol):
+    """Draws with the weights that the subject's trainer had at the start, or at the last `update`."""
+
+    prefix: str  # of a row's name
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]: ...
+    def update(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_engine(engine: str, device: str) -> None:
+    """ValueError for an engine that there is not, or that can't run here."""
+    if engine not in ENGINES:
+        raise ValueError(f"--engine {engine!r} must be {' or '.join(ENGINES)}")
+    if engine == "sglang" and not device.startswith("cuda"):
+        raise ValueError(f"--engine sglang needs a GPU, the ladder runs on {device}")
+    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ValueError("--engine sglang needs SGLang: pip install 'aligned-zoo[sglang]' with Python 3.12")
+
+
+class Embedded:
+    """The subject's own server, which the ladder updates itself."""
+
+    prefix = ""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        memory = self.subject.server.make_memory(2, slots=1)
+        # what the requests need and no more: on a GPU the scoring process wants room too
+        pages = 1 + sum(memory.pages_for(len(prompt) + p.max_new_tokens) for prompt, p in zip(prompts, params, strict=True))
+        return Engine(self.subject.server, pages=pages, chunk_rows=1024).generate([list(prompt) for prompt in prompts], list(params))
+
+    def update(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SGLang:
+    """`sglang.Engine` on the subject's GPU, started by the first draw; weights go through its own update call."""
+
+    prefix = "SGLang: "
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._engine: Any = None
+        self._folder = tempfile.TemporaryDirectory(prefix="zoo-weights-")
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        """ValueError if an answer is not what the plugin makes."""
+        from zoo.sglang_plugin import fingerprint, record
+
+        if self._engine is None:
+            self._engine = self._started(prompts, params)
+        sent = [request(p) for p in params]
+        asked = [list(prompt) for prompt in prompts]
+        answers = self._engine.generate(input_ids=asked, sampling_params=sent, return_logprob=True)
+        served = fingerprint(self._engine)
+        return [record(answer, ids, given, served) for answer, ids, given in zip(answers, asked, sent, strict=True)]
+
+    def update(self) -> None:
+        if self._engine is not None:
+            done = self._engine.update_weights_from_tensor(_once(self.subject))
+            if not done[0]:
+                raise ValueError(f"SGLang did not take the weights: {done[1]}")
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._folder.cleanup()
+
+    def _started(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Any:
+        """Started late, so that the weights are those of now and the ladder's own memory is free."""
+        longest = max(len(prompt) + p.max_new_tokens for prompt, p in zip(prompts, params, strict=True)) + MARGIN
+        most = self.subject.trainer.config.positions
+        pages = self.subject.server.make_memory(2, slots=1).page_size
+        weights = Path(self._folder.name) / "weights"
+        self.subject.trainer.save_pretrained(weights)
+        return importlib.import_module("sglang").Engine(
+            model_path=str(weights),
+            attention_backend="zoo",
+            skip_tokenizer_init=True,
+            base_gpu_id=self.subject.device.index or 0,
+            context_length=min(longest, most),
+            max_total_tokens=(len(prompts) + 1) * -(-longest // pages) * pages,
+            max_running_requests=len(prompts) + 1,
+            cuda_graph_bs_decode=[1, len(prompts)],
+            mem_fraction_static=0.85,
+            log_level="warning",
+        )
+
+
+def request(params: SamplingParams) -> dict[str, Any]:
+    """The zoo's parameters as a client of SGLang sends them."""
+    out: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "ignore_eos": params.ignore_eos}
+    if params.filters:
+        out |= {"top_k": params.top_k or -1, "top_p": params.top_p, "min_p": params.min_p}
+    if params.seed < SEEDS:
+        out["sampling_seed"] = params.seed
+    return out
+
+
+def _once(subject: Subject) -> list[tuple[str, torch.Tensor]]:
+    """The trainer's weights under their published names, a tied one once."""
+    trainer = subject.trainer
+    parameters = dict(trainer.named_parameters())
+    pieces = [(entry, piece) for entry, piece in trainer.table_of().pieces() if not entry.optional_alias]
+    return [(piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in pieces]
+
+
+def sampler(engine: str, subject: Subject) -> Sampler:
+    return SGLang(subject) if engine == "sglang" else Embedded(subject)
