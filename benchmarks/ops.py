@@ -180,7 +180,7 @@ def _admit(place: Place, names: Sequence[str], shapes: str, budget: Budget) -> N
     if "log_prob" in names:
         for model, (v, k) in HEADS_OF_VOCABULARY.items():
             if re.search(shapes, f"{model} {v}x{k}"):
-                targets += [Target("linear", (n, k, 1)) for n in (VOCABULARY_CHUNK, v % VOCABULARY_CHUNK or VOCABULARY_CHUNK)]
+                targets += [Target("linear", (n, k, 1)) for n in (v, VOCABULARY_CHUNK, v % VOCABULARY_CHUNK or VOCABULARY_CHUNK)]
     if "experts" in names:
         targets += [Target("experts", (x, d, f)) for m, (x, d, f, k) in MIXTURES.items() if re.search(shapes, f"{m} {x}x{d}x{f} top {k}")]
     if targets:

@@ -164,7 +164,7 @@ def log_prob(place: Place, rows: int) -> Iterator[Work]:
         def run(x: Tensor, t: Tensor, w: Tensor = w) -> Tensor:
             return ops.log_prob(x, w, t, program=place.ours).log_prob_R
 
-        shapes = {min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
+        shapes = {vocabulary, min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
         yield Work(
             "log_prob",
             f"{model} {vocabulary}x{hidden}",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from op_controls import batch_scaled, from_storage_start, jittered
+from op_sizes import Largest
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.common import ops
 from zoo.common.ops.cases import Case, Draw, Trial, check, row_laws
@@ -74,19 +74,6 @@ def test_a_row_of_nan_shows_and_spares_its_neighbours() -> None:
     ids, log_prob = top(hidden, weight, 4)
     assert log_prob[1].isnan().all()
     assert_same_bytes((ids[::2].contiguous(), log_prob[::2].contiguous()), [t[::2].contiguous() for t in clean])
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that anything makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for made in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(made, Tensor):
-                self.numel = max(self.numel, made.numel())
-        return out
 
 
 def test_all_logits_are_never_held() -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, as SGLang's prefill returns them, from the op that training uses. [R, V] is never held."""
+"""Log-probabilities of prompt tokens, as SGLang's prefill returns them, from training's op. [R, V] is held for few rows only."""
 
 from __future__ import annotations
 

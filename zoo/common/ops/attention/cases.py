@@ -187,6 +187,7 @@ def cases(program: Program) -> list[Case]:
         case("subnormal", [31, 2], 2, 1, 64, "subnormal"),
         case("edges", edge_lengths(program, 64), 1, 1, 64, laws=("row", "place", "repeat")),
         case("a segment and more", [260 if segment is None else segment + 2, 70], 1, 1, 64, laws=("split",)),
+        case("a segment and more, subnormal", [260 if segment is None else segment + 2], 1, 1, 64, "subnormal", laws=("row", "split")),
     ]
     published = [("qwen3-8b", 32, 8), ("qwen3-30b-a3b", 32, 4)]
     return small + [

@@ -6,8 +6,10 @@ decode runs all segments of a sequence side by side; both give the parts to one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -16,7 +18,10 @@ from torch import Tensor
 
 from zoo.common.rows import Rows
 
+T = TypeVar("T")
+
 PARALLEL_BLOCKS = 132  # multiprocessors of an H200: the unaligned rival splits keys until they are busy
+MERGE_HEADS = 8  # of one program at most; it moves no byte
 
 
 _primed: set[tuple[Any, ...]] = set()  # kinds of launches of one row that were compiled from two
@@ -121,13 +126,6 @@ class _Chunks:
 
     @classmethod
     def cut(cls, rows: Rows, size: int) -> _Chunks:
-        key = ("attention chunks", size)
-        if key not in rows.launch:
-            rows.launch[key] = cls._cut(rows, size)
-        return rows.launch[key]
-
-    @classmethod
-    def _cut(cls, rows: Rows, size: int) -> _Chunks:
         starts, lengths = rows.starts_N1.tolist(), rows.lengths_N.tolist()
         offsets, sequence, segment, keys = [0], [], [], []
         for n, length in enumerate(lengths):
@@ -142,87 +140,129 @@ class _Chunks:
         return cls(offsets, sequence, segment, keys)
 
 
-def _ints(values: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(like.device, non_blocking=True)
+def _once(rows: Rows, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """What `make` derives from the rows and from what `key` names, made for the first of all layers."""
+    if key not in rows.launch:
+        rows.launch[key] = make()
+    return rows.launch[key]
+
+
+def _once_per_table(rows: Rows, page_table: Tensor, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """The same of a page table. The entry keeps the table, so that no other one comes to lie at its address."""
+    where = (page_table.data_ptr(), page_table.shape, page_table.stride())
+    return _once(rows, (*key, *where), lambda: (page_table, make()))[1]
+
+
+def _chunks(rows: Rows, size: int) -> _Chunks:
+    return _once(rows, ("attention chunks", size), lambda: _Chunks.cut(rows, size))
+
+
+def _on_device(lists: list[list[int]], device: torch.device) -> list[Tensor]:
+    """The lists as int32 tensors, by one copy that the host does not wait for."""
+    flat = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int32).to(device, non_blocking=True)
+    return list(flat.split([len(numbers) for numbers in lists]))
+
+
+@dataclass(frozen=True)
+class _Distance:
+    """One launch: queries from row `first` on against keys before row `last` (None: all), `options` for FlashAttention 4."""
+
+    first: int
+    last: int | None
+    options: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The launches of distances 0, 1, ... of one Rows, and their first rows on the device."""
+
+    distances: list[_Distance]
+    firsts: Tensor
 
 
 def _packed_segments(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Whole documents: chunk c reads segment c - d at distance d, which lies d chunks before it in the same packed rows."""
-    chunks = _Chunks.cut(rows, size)
-    count, total, heads = len(chunks.sequence), q.shape[0], q.shape[1]
-    depth = max(chunks.segment) + 1
-    parts = q.new_empty(depth, *q.shape)
-    part_lse = torch.empty(depth, heads * total, dtype=torch.float32, device=q.device)
-    offsets = chunks.offsets
+    plan = _once(rows, ("attention, packed", size), lambda: _packed_plan(_chunks(rows, size), rows.starts_N1.device))
+    return _by_distance(q, k, v, rows, plan, scale, size)
+
+
+def _packed_plan(chunks: _Chunks, device: torch.device) -> _Plan:
+    count, offsets, depth = len(chunks.sequence), chunks.offsets, max(chunks.segment) + 1
+    lists = [offsets[:depth]]
     for d in range(depth):
-        first, last = offsets[d], offsets[count - d]
-        same = [chunks.keys[c - d] if chunks.sequence[c - d] == chunks.sequence[c] else 0 for c in range(d, count)]
-        _fa4(
-            q[first:], k[:last], v[:last],
-            cu_seqlens_q=_ints([o - first for o in offsets[d:]], q), cu_seqlens_k=_ints(offsets[: count - d + 1], q),
-            seqused_k=_ints(same, q) if d else None, max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
-            out=parts[d, first:], lse=part_lse[d, : heads * (total - first)].view(heads, total - first),
-        )  # fmt: skip
-    return _merge_by_distance(q, parts, part_lse, rows, [offsets[d] for d in range(depth)], size)
+        used = [chunks.keys[c - d] if chunks.sequence[c - d] == chunks.sequence[c] else 0 for c in range(d, count)]
+        lists += [[offset - offsets[d] for offset in offsets[d:]], offsets[: count - d + 1], used]
+    firsts, *tensors = _on_device(lists, device)
+    distances = []
+    for d in range(depth):
+        queries, keys, used = tensors[3 * d : 3 * d + 3]
+        options = {"cu_seqlens_q": queries, "cu_seqlens_k": keys} | ({"seqused_k": used} if d else {})
+        distances.append(_Distance(offsets[d], offsets[count - d], options))
+    return _Plan(distances, firsts)
 
 
 def _paged_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: Rows, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """New rows of sequences with a context: every chunk against every segment at or before its own, by distance."""
-    chunks = _Chunks.cut(rows, size)
-    total, heads, pages = q.shape[0], q.shape[1], size // k.shape[1]
-    depth = max(chunks.segment) + 1
-    parts = q.new_empty(depth, *q.shape)
-    part_lse = torch.empty(depth, heads * total, dtype=torch.float32, device=q.device)
-    table = _whole_segments(page_table, depth * pages).view(-1, depth, pages)
-    sequence, segment = (torch.tensor(t, device=q.device) for t in (chunks.sequence, chunks.segment))
-    offsets = _ints(chunks.offsets, q)
+    pages = size // k.shape[1]
+    key = ("attention, paged", size, pages)
+    plan = _once_per_table(rows, page_table, key, lambda: _paged_plan(_chunks(rows, size), page_table, size, pages))
+    return _by_distance(q, k, v, rows, plan, scale, size)
+
+
+def _paged_plan(chunks: _Chunks, page_table: Tensor, size: int, pages: int) -> _Plan:
+    count, depth = len(chunks.sequence), max(chunks.segment) + 1
+    lists = [[0] * depth, chunks.offsets, chunks.sequence]
     for d in range(depth):
-        keys = [(own if d == 0 else size) if s >= d else 0 for s, own in zip(chunks.segment, chunks.keys, strict=True)]
+        lists.append([max(s - d, 0) for s in chunks.segment])
+        lists.append([(own if d == 0 else size) if s >= d else 0 for s, own in zip(chunks.segment, chunks.keys, strict=True)])
+    firsts, queries, sequence, *tensors = _on_device(lists, page_table.device)
+    table = _whole_segments(page_table, depth * pages).view(-1, depth, pages)
+    tables = table[sequence, torch.cat(tensors[0::2]).view(depth, count)]
+    options = [{"cu_seqlens_q": queries, "seqused_k": tensors[2 * d + 1], "page_table": tables[d]} for d in range(depth)]
+    return _Plan([_Distance(0, None, each) for each in options], firsts)
+
+
+def _by_distance(q: Tensor, k: Tensor, v: Tensor, rows: Rows, plan: _Plan, scale: float, size: int) -> tuple[Tensor, Tensor]:
+    """Distance 0 writes into the result, into which the merge adds the others."""
+    total, heads, depth = q.shape[0], q.shape[1], len(plan.distances)
+    out, parts = q.new_empty(q.shape), q.new_empty(depth - 1, *q.shape)
+    lse = torch.empty(heads * total, dtype=torch.float32, device=q.device)
+    part_lse = lse.new_empty(depth - 1, heads * total)
+    for d, distance in enumerate(plan.distances):
+        first, last, rest = distance.first, distance.last, total - distance.first
+        out_d, lse_d = (parts[d - 1, first:], part_lse[d - 1]) if d else (out, lse)
         _fa4(
-            q, k, v, cu_seqlens_q=offsets, seqused_k=_ints(keys, q), page_table=table[sequence, (segment - d).clamp(min=0)].contiguous(),
-            max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
-            out=parts[d], lse=part_lse[d].view(heads, total),
+            q[first:], k[:last], v[:last], **distance.options, max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
+            out=out_d, lse=lse_d[: heads * rest].view(heads, rest),
         )  # fmt: skip
-    return _merge_by_distance(q, parts, part_lse, rows, [0] * depth, size)
+    if depth > 1:
+        _merge(out, lse, parts, part_lse, rows.positions_R, plan.firsts, 0, size)
+    return out, lse.view(heads, total)
 
 
 def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: Rows, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """One query a sequence: all its segments are virtual sequences of one launch, dead ones hold no key."""
     batch, heads, width = q.shape
     depth, pages = -(-rows.max_length // size), size // k.shape[1]
-    table = _segment_table(page_table, rows, depth * pages).view(batch * depth, pages)
-    used = _segment_lengths(rows, depth, size)
+    table = _once_per_table(rows, page_table, ("segment table", depth, pages), lambda: _whole_segments(page_table, depth * pages))
+    used = _once(rows, ("segment lengths", depth, size), lambda: _segment_lengths(rows, depth, size))
     parts = q.new_empty(batch * depth, 1, heads, width)
     part_lse = torch.empty(batch * depth, heads, 1, dtype=torch.float32, device=q.device)
     virtual = q.repeat_interleave(depth, 0)[:, None]  # a copy: FlashAttention 4 compiles a stride of 0 in
     _fa4(
-        virtual, k, v, seqused_k=used, page_table=table, max_seqlen_k=size, softmax_scale=scale, causal=True,
+        virtual, k, v, seqused_k=used, page_table=table.view(batch * depth, pages), max_seqlen_k=size, softmax_scale=scale, causal=True,
         out=parts, lse=part_lse,
     )  # fmt: skip
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     lse = torch.empty(heads, batch, dtype=torch.float32, device=q.device)
-    unread = rows.positions_R  # the kernel wants a pointer
-    _merge_kernel[(batch,)](
-        parts, part_lse, rows.positions_R, unread, out, lse, batch, depth, size, heads, width, DISTANCE=False, num_warps=4
-    )
+    _merge(out, lse, parts, part_lse, rows.positions_R, None, depth, size)
     return out, lse
 
 
 def _segment_lengths(rows: Rows, depth: int, size: int) -> Tensor:
     """Keys of each sequence in each segment, int32 [N * depth]."""
-    key = ("segment lengths", depth, size)
-    if key not in rows.launch:
-        first = torch.arange(depth, dtype=torch.int32, device=rows.lengths_N.device) * size
-        rows.launch[key] = (rows.lengths_N[:, None] - first).clamp(0, size).view(-1)
-    return rows.launch[key]
-
-
-def _segment_table(page_table: Tensor, rows: Rows, pages: int) -> Tensor:
-    """The whole-segment table, made once for all layers (they share one table)."""
-    key = ("segment table", page_table.data_ptr(), page_table.shape, pages)
-    if key not in rows.launch:
-        rows.launch[key] = _whole_segments(page_table, pages)
-    return rows.launch[key]
+    first = torch.arange(depth, dtype=torch.int32, device=rows.lengths_N.device) * size
+    return (rows.lengths_N[:, None] - first).clamp(0, size).view(-1)
 
 
 def _whole_segments(page_table: Tensor, pages: int) -> Tensor:
@@ -232,40 +272,60 @@ def _whole_segments(page_table: Tensor, pages: int) -> Tensor:
     return table.contiguous()
 
 
-def _merge_by_distance(q: Tensor, parts: Tensor, part_lse: Tensor, rows: Rows, firsts: list[int], size: int) -> tuple[Tensor, Tensor]:
-    total, heads, width = q.shape
-    out = torch.empty_like(q)
-    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    _merge_kernel[(total,)](
-        parts, part_lse, rows.positions_R, torch.tensor(firsts, device=q.device), out, lse, total, 0, size, heads, width,
-        DISTANCE=True, num_warps=4,
+def _merge(
+    out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, positions_R: Tensor, firsts: Tensor | None, depth: int, size: int
+) -> None:
+    """Fills `out` [R, H, E] and `lse` [H, R]. With `firsts` (parts by distance) they hold the rows' own segments already."""
+    total, heads, width = out.shape
+    block = min(heads & -heads, MERGE_HEADS)  # a power of two that divides the heads
+    _merge_kernel[(total, heads // block)](
+        out, lse, parts, part_lse, positions_R, positions_R if firsts is None else firsts, total, depth, size, heads, width,
+        BLOCK=block, DISTANCE=firsts is not None, num_warps=4,
     )  # fmt: skip
-    return out, lse
 
 
 @triton.jit
 def _merge_kernel(
-    parts_ptr, part_lse_ptr, positions_ptr, firsts_ptr, out_ptr, lse_ptr, total, depth, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, DISTANCE: tl.constexpr,
+    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, positions_ptr, firsts_ptr, total, depth, size,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Segments left to right in FP32, one rounding. DISTANCE: the part of segment s of a row lies at index own - s."""
+    """Segments left to right in FP32, one rounding; a row of the first segment keeps the bytes of its only part.
+
+    DISTANCE: a row's own segment lies in the result, the one at distance d in part d - 1. Else parts lie segment by segment.
+    """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     own = (tl.load(positions_ptr + row) // size).to(tl.int64)
-    peak = tl.full((HEADS,), -float("inf"), tl.float32)
-    for s in range(own + 1):
-        peak = tl.maximum(peak, _part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS, DISTANCE))
-    acc = tl.zeros((HEADS, WIDTH), tl.float32)
-    mass = tl.zeros((HEADS,), tl.float32)
-    for s in range(own + 1):
-        weight = tl.exp(_part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS, DISTANCE) - peak)
-        index = (own - s) * total + row if DISTANCE else row * depth + s
-        part = tl.load(parts_ptr + (index * HEADS + head[:, None]) * WIDTH + column[None, :]).to(tl.float32)
-        acc = acc + weight[:, None] * part
+    place = head[:, None] * WIDTH + column[None, :]
+    out, lse = out_ptr + row * HEADS * WIDTH + place, lse_ptr + head.to(tl.int64) * total + row
+    if DISTANCE:
+        last, last_lse = out, lse
+    else:
+        last = parts_ptr + (row * depth + own) * HEADS * WIDTH + place
+        last_lse = part_lse_ptr + (row * depth + own) * HEADS + head
+    if own > 0:
+        near, near_lse = tl.load(last), tl.load(last_lse)
+        peak = near_lse
+        for s in range(own):
+            peak = tl.maximum(peak, _part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS, DISTANCE))
+        acc = tl.zeros((BLOCK, WIDTH), tl.float32)
+        mass = tl.zeros((BLOCK,), tl.float32)
+        for s in range(own):
+            index = (own - s - 1) * total + row if DISTANCE else row * depth + s
+            part = tl.load(parts_ptr + index * HEADS * WIDTH + place)  # before its weight, which waits for other threads
+            weight = tl.exp(_part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS, DISTANCE) - peak)
+            acc = tl.fma(weight[:, None], part.to(tl.float32), acc)
+            mass = mass + weight
+        weight = tl.exp(near_lse - peak)
+        acc = tl.fma(weight[:, None], near.to(tl.float32), acc)
         mass = mass + weight
-    tl.store(out_ptr + (row * HEADS + head[:, None]) * WIDTH + column[None, :], (acc / mass[:, None]).to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + head.to(tl.int64) * total + row, peak + tl.log(mass))
+        tl.debug_barrier()  # no thread may still have to read what another one overwrites
+        tl.store(out, (acc / mass[:, None]).to(out_ptr.dtype.element_ty))
+        tl.store(lse, peak + tl.log(mass))
+    elif not DISTANCE:
+        tl.store(out, tl.load(last))
+        tl.store(lse, tl.load(last_lse))
 
 
 @triton.jit
@@ -273,8 +333,8 @@ def _part_lse(
     part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS: tl.constexpr, DISTANCE: tl.constexpr
 ):  # fmt: skip
     if DISTANCE:
-        first = tl.load(firsts_ptr + (own - s))
-        offset = (own - s) * HEADS * total + head * (total - first) + (row - first)
+        first = tl.load(firsts_ptr + (own - s)).to(tl.int64)
+        offset = (own - s - 1) * HEADS * total + head * (total - first) + (row - first)
     else:
         offset = (row * depth + s) * HEADS + head
     return tl.load(part_lse_ptr + offset)

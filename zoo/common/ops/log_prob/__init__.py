@@ -1,4 +1,4 @@
-"""log_prob: FP32 log-probabilities of chosen tokens, straight from hidden rows; [R, V] is never held."""
+"""log_prob: FP32 log-probabilities of chosen tokens, straight from hidden rows; [R, V] is held for few rows only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from zoo.common.program import Program
 # columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
 VOCABULARY_CHUNK = 16384
 ROW_CHUNK = 4096
+# logits up to which few rows take the whole vocabulary at once (64 MiB: what an L2 of 50 MB mostly keeps for the reductions)
+WHOLE_LOGITS = 1 << 24
 
 CONTRACT = Contract(
     name="log_prob",
@@ -25,7 +27,7 @@ CONTRACT = Contract(
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
     "are recomputed, chunks added in FP32",
-    launch="decode holds its few rows' logits (it samples from them); scoring walks chunks of rows and vocabulary",
+    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^24; else it walks chunks of rows and vocabulary",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
@@ -55,24 +57,19 @@ class _LogProb(OpFunction):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: Tensor | None, program: Program, provider: Provider
     ) -> Any:
-        stats = provider.function("forward")
-        rows = hidden.shape[0]
+        rows, vocabulary, group = hidden.shape[0], weight.shape[0], program.vocab_group
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        selected = torch.empty(rows, dtype=accumulate, device=hidden.device)
+        selected = torch.zeros(rows, dtype=accumulate, device=hidden.device)
         lse, mean = torch.empty_like(selected), torch.empty_like(selected)
         for r in range(0, rows, ROW_CHUNK):
             row = slice(r, min(r + ROW_CHUNK, rows))
             temperature = None if inverse_temperature is None else inverse_temperature[row]
-            parts, chosen = [], torch.zeros_like(selected[row])
-            for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
-                logits = _logits(hidden[row], weight[c : c + VOCABULARY_CHUNK], temperature, program)
-                parts.append(stats(logits, program.vocab_group))
-                local = targets[row] - c
-                inside = (local >= 0) & (local < logits.shape[1])
-                picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-                chosen = torch.where(inside, picked, chosen)
-            selected[row] = chosen
-            lse[row], mean[row] = provider.function("merge_groups")(*(torch.cat(p, 1) for p in zip(*parts, strict=True)))
+            stats = selected.new_empty(3, row.stop - r, -(-vocabulary // group)).unbind()
+            columns = vocabulary if (row.stop - r) * vocabulary <= WHOLE_LOGITS else VOCABULARY_CHUNK
+            for c in range(0, vocabulary, columns):
+                logits = _logits(hidden[row], weight[c : c + columns], temperature, program)
+                provider.function("chunk_stats")(logits, c, targets[row], group, stats, selected[row])
+            lse[row], mean[row] = provider.function("merge_groups")(*stats)
         ctx.save_for_backward(hidden, weight, targets, inverse_temperature, lse, mean)
         ctx.program, ctx.provider = program, provider
         return torch.clamp(selected - lse, max=0.0), lse, lse - mean

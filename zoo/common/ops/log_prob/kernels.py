@@ -15,9 +15,9 @@ BLOCK = 1024
 
 
 @triton.jit
-def _group_stats(logits_ptr, peak_ptr, mass_ptr, mean_ptr, row_stride, width, groups,
-                 GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """TILE groups of one row; columns beyond the row's end or the group's are -inf."""
+def _group_stats(logits_ptr, targets_ptr, selected_ptr, peak_ptr, mass_ptr, mean_ptr, row_stride, width, first, groups,
+                 SELECT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """TILE groups of one row; columns beyond the row's end or the group's are -inf. `first`: the chunk's first column of all."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lane = tl.arange(0, BLOCK)
@@ -28,26 +28,44 @@ def _group_stats(logits_ptr, peak_ptr, mass_ptr, mean_ptr, row_stride, width, gr
     weight = tl.exp(x - safe[:, None])
     mass = pair_tree(weight, BLOCK)
     mean = pair_tree(weight * tl.where(x == -float("inf"), 0.0, x), BLOCK)
-    place = row * groups + group
-    tl.store(peak_ptr + place, peak, mask=group < groups)
-    tl.store(mass_ptr + place, mass, mask=group < groups)
-    tl.store(mean_ptr + place, mean, mask=group < groups)
+    place = row * groups + first // GROUP + group
+    tl.store(peak_ptr + place, peak, mask=group * GROUP < width)
+    tl.store(mass_ptr + place, mass, mask=group * GROUP < width)
+    tl.store(mean_ptr + place, mean, mask=group * GROUP < width)
+    if SELECT:
+        local = tl.load(targets_ptr + row) - first
+        mine = (local >= 0) & (local < width) & (tl.program_id(1) == 0)
+        tl.store(selected_ptr + row, tl.load(logits_ptr + row * row_stride + local, mask=mine, other=0.0), mask=mine)
 
 
 def group_stats(logits_RV: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per group of columns: the maximum, the sum of exp(x - max), the sum of exp(x - max) * x, FP32 [R, groups] each."""
-    rows, width = logits_RV.shape
-    groups = triton.cdiv(width, group)
-    peak = logits_RV.new_empty(rows, groups)
-    mass, mean = torch.empty_like(peak), torch.empty_like(peak)
-    if peak.numel():
-        logits = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
+    peak = logits_RV.new_empty(logits_RV.shape[0], triton.cdiv(logits_RV.shape[1], group))
+    stats = peak, torch.empty_like(peak), torch.empty_like(peak)
+    _write_stats(logits_RV, 0, None, group, stats, None)
+    return stats
+
+
+def chunk_stats(
+    logits_RC: Tensor, first: int, targets_R: Tensor, group: int, stats: tuple[Tensor, Tensor, Tensor], selected_R: Tensor
+) -> None:
+    """Writes `group_stats` of columns `first` .. into their places in `stats`, and the targets' logits among them into `selected_R`."""
+    assert first % group == 0, f"column {first} starts no group of {group}"
+    _write_stats(logits_RC, first, targets_R.contiguous(), group, stats, selected_R)
+
+
+def _write_stats(
+    logits: Tensor, first: int, targets: Tensor | None, group: int, stats: tuple[Tensor, ...], selected: Tensor | None
+) -> None:
+    rows, width = logits.shape
+    if logits.numel():
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         block = padded_width(group)
         tile = max(1, TILE // block)
-        _group_stats[(rows, triton.cdiv(groups, tile))](
-            logits, peak, mass, mean, logits.stride(0), width, groups, GROUP=group, TILE=tile, BLOCK=block, num_warps=4, **EXACT
-        )
-    return peak, mass, mean
+        _group_stats[(rows, triton.cdiv(triton.cdiv(width, group), tile))](
+            logits, targets, selected, *stats, logits.stride(0), width, first, stats[0].shape[1],
+            SELECT=targets is not None, GROUP=group, TILE=tile, BLOCK=block, num_warps=4, **EXACT,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -24,6 +24,22 @@ def group_stats(logits_RV: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return peak, pair_tree(weight), pair_tree(weight * torch.where(x == -torch.inf, 0.0, x))
 
 
+def chunk_stats(
+    logits_RC: Tensor, first: int, targets_R: Tensor, group: int, stats: tuple[Tensor, Tensor, Tensor], selected_R: Tensor
+) -> None:
+    """Writes `group_stats` of columns `first` .. into their places in `stats`, and the targets' logits among them into `selected_R`.
+
+    `first` is a multiple of the group; a target in another chunk leaves `selected_R` as it is.
+    """
+    assert first % group == 0, f"column {first} starts no group of {group}"
+    for whole, part in zip(stats, group_stats(logits_RC, group), strict=True):
+        whole[:, first // group : first // group + part.shape[1]] = part
+    local = targets_R - first
+    inside = (local >= 0) & (local < logits_RC.shape[1])
+    picked = logits_RC.gather(1, local.clamp(0, logits_RC.shape[1] - 1)[:, None])[:, 0]
+    selected_R.copy_(torch.where(inside, picked, selected_R))
+
+
 def merge_groups(peak_RG: Tensor, mass_RG: Tensor, mean_RG: Tensor) -> tuple[Tensor, Tensor]:
     """(log-sum-exp, expected logit) of rows from their groups' (max, sum of exp, sum of exp * logit)."""
     peak = peak_RG.amax(1, keepdim=True)
