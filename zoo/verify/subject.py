@@ -168,10 +168,10 @@ def is_large(subject: Subject) -> bool:
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:
     """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
     cuda = subject.device.type == "cuda"
-    large = is_large(subject)
+    large, slots = is_large(subject), bool(subject.server.make_memory(2, slots=1).slots)
     if lengths is None:
         # decode with slots is the dearest of a CPU's climb: 140 tokens close two chunks
-        small = (1, 63, 64, 65, 140 if not (cuda or large) and subject.server.make_memory(2, slots=1).slots else 300)
+        small = (1, 63, 64, 65, 140 if slots and not (cuda or large) else 300)
         lengths = (1, 64, 593, 594, 1025, 2049, 4096) if large else (*small, 593, 2060) if cuda else small
     longest = subject.trainer.config.positions
     for length in lengths:
@@ -180,4 +180,5 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
     head_dim = subject.trainer.config.head_dim
     pages = (16, 64) if head_dim <= 128 or not cuda else ()
     tail = 64 if large else 200 if cuda else None
-    return Settings(tuple(lengths), tail=tail, page_sizes=pages, backward_rows=2400 if large else 4096)
+    batches = (1, 8, 32 if slots else 64)  # a state is far larger than a page
+    return Settings(tuple(lengths), tail=tail, page_sizes=pages, backward_rows=2400 if large else 4096, graph_batches=batches)
