@@ -125,7 +125,7 @@ def test_cut_is_independent_of_its_programs() -> None:
 
 def test_cut_of_filters_without_sense() -> None:
     """At least the first token stays, and a min_p above 1 keeps the first alone, as in the reference."""
-    x = rows_of_kind("rounded", 6, 257)
+    x = rows_of_kind("flat", 6, 257)
     top_k, limit = [0, -5, 300, 300, 257, 5], [NO_CUT, NO_CUT, 0, -1, MASS_ONE * 2, NO_CUT]
     row = (torch.tensor(top_k), torch.tensor(limit), torch.tensor([0.0] * 5 + [2.0]))
     found, wanted = kernels.cut(x, x.logsumexp(1), *row), reference.cut(x, x.logsumexp(1), *row)

@@ -385,7 +385,8 @@ def cut(
         return logit, last
     row, size = (logits_RV, lse_R, top_k_R, mass_limit_R, min_p_R), (blocks, width, logits_RV.stride(0))
     found = (empty(rows, blocks), empty(rows, LISTED, dtype=torch.float32), empty(rows, LISTED, dtype=torch.int32))
-    padded, options = triton.next_power_of_2(blocks), {"num_warps": WARPS, **EXACT}
+    # layouts of fewer than 32 blocks spill registers
+    padded, options = max(32, triton.next_power_of_2(blocks)), {"num_warps": WARPS, **EXACT}
     reading = {"CHUNKS": chunks, "maxnreg": REGISTERS, **options}
     state, sums = empty(rows, _STATE.value), tally(FIRST_THRESHOLDS)
     _first_kernel[blocks, rows](*row, *sums, peak, *size, T=FIRST_THRESHOLDS, **reading)
