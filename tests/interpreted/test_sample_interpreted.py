@@ -8,8 +8,11 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from cut_harness import KINDS, cut_by_sort, filters_of, ranked, rows_of_kind  # noqa: E402
+
 from zoo.common.ops.sample import kernels, reference  # noqa: E402
 from zoo.common.sampling import MASS_ONE, NO_CUT  # noqa: E402
+from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -59,6 +62,75 @@ def test_restrict_knows_its_first_column() -> None:
     parts = [kernels.restrict(x[:, c : c + 2500], *cut, c, -1e30) for c in range(0, 9000, 2500)]
     assert torch.equal(torch.cat(parts, 1), whole)
     assert not torch.equal(torch.cat([kernels.restrict(x[:, c : c + 2500], *cut, 0, -1e30) for c in range(0, 9000, 2500)], 1), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_of_many_tokens(kind: str) -> None:
+    """More tokens than a list holds: every way in which a row's cut is found."""
+    x, row = rows_of_kind(kind, 10, 5001), filters_of(10)
+    lse = x.logsumexp(1)
+    found = kernels.cut(x, lse, *row, chunks=(2, 4)[KINDS.index(kind) % 2])
+    assert_same_bytes(list(found), list(cut_by_sort(x, lse, *row)), kind)
+
+
+def edges() -> Tensor:
+    """Logits at and beside the first thresholds below a log-sum-exp of 2, the ends of a row's range, equals, and nothing."""
+    steps = 2 - kernels.FIRST_STEP * torch.arange(1.0, kernels.FIRST_THRESHOLDS)
+    beside = torch.cat([steps[::3], steps[::3].nextafter(torch.full((), 99.0)), steps[1::3].nextafter(torch.full((), -99.0)), steps])
+    return torch.cat([torch.tensor([-torch.inf, -0.5, torch.nan, -1e-40, -3e38, -0.5, -0.0, 0.0]), beside.flip(0)])
+
+
+def test_cut_at_every_place_and_limit() -> None:
+    """Numbers of tokens by top_k; then limits of the mass before a token, exactly, and of min_p that is a token's own."""
+    x = edges()[None]
+    count, lse = x.shape[1], torch.full((1,), 2.0)
+    logit, order, p, mass = (t[0] for t in ranked(x, lse))
+    place = torch.arange(1, count - 5, 3)
+    before = (mass.cumsum(0) - mass)[place]
+
+    def cut(top_k: Tensor, limit: Tensor, min_p: Tensor) -> list[Tensor]:
+        rows = max(len(t) for t in (top_k, limit, min_p))
+        row = (lse, top_k, limit, min_p)
+        return list(kernels.cut(x.expand(rows, -1).contiguous(), *(t.expand(rows).contiguous() for t in row)))
+
+    all_k, all_mass, none = torch.tensor([NO_CUT]), torch.tensor([NO_CUT]), torch.zeros(1)
+    assert_same_bytes(cut(torch.arange(1, count, 2), all_mass, none), [logit[:-1:2], order[:-1:2]], "top_k")
+    assert mass[place].all()
+    at_limit, below = (cut(all_k, before - less, none) for less in (0, 1))
+    assert_same_bytes(at_limit, [logit[place], order[place]], "limit")
+    assert_same_bytes(below, [logit[place - 1], order[place - 1]], "below the limit")
+    with pytest.raises(LawBroken):  # control: one unit of mass
+        assert_same_bytes(at_limit, below, "control")
+    for ratio in (p / p[0])[::5]:
+        wanted = cut_by_sort(x, lse, all_k, all_mass, ratio[None])
+        assert_same_bytes(cut(all_k, all_mass, ratio[None]), list(wanted), "min_p")
+
+
+def test_cut_is_independent_of_its_programs() -> None:
+    """Other shares of a row, and other rows beside it, move no byte; one logit's last bit does."""
+    pick = torch.tensor([5, 6])
+    x, row = rows_of_kind("flat", 2, 4998), tuple(t[pick] for t in filters_of(10))
+    x[:, ::3] = x[:, 1::3]
+    lse = x.logsumexp(1)
+    whole = kernels.cut(x, lse, *row)
+    for chunks in (1, 8):
+        assert_same_bytes(list(kernels.cut(x, lse, *row, chunks=chunks)), list(whole), f"{chunks} chunks")
+    alone = kernels.cut(x[1:], lse[1:], *(t[1:] for t in row))
+    assert_same_bytes(list(alone), [t[1:] for t in whole], "row law")
+    moved = x.clone()
+    moved[0, whole[1][0]] = x[0, whole[1][0]].nextafter(torch.full((), -9.0))
+    with pytest.raises(LawBroken):
+        assert_same_bytes(list(kernels.cut(moved, lse, *row)), list(whole), "control")
+
+
+def test_cut_of_filters_without_sense() -> None:
+    """At least the first token stays, and a min_p above 1 keeps the first alone, as in the reference."""
+    x = rows_of_kind("flat", 6, 257)
+    top_k, limit = [0, -5, 300, 300, 257, 5], [NO_CUT, NO_CUT, 0, -1, MASS_ONE * 2, NO_CUT]
+    row = (torch.tensor(top_k), torch.tensor(limit), torch.tensor([0.0] * 5 + [2.0]))
+    found, wanted = kernels.cut(x, x.logsumexp(1), *row), reference.cut(x, x.logsumexp(1), *row)
+    assert_same_bytes([found[0], found[1][:5]], [wanted[0], wanted[1][:5]], "filters")
+    assert x[5, found[1][5]] == x[5].amax()
 
 
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])

@@ -10,6 +10,8 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+from cut_harness import KINDS, cut_by_sort, filters_of, rows_of_kind  # noqa: E402
+
 from zoo.common import ops  # noqa: E402
 from zoo.common.ops.cases import cases_of, check  # noqa: E402
 from zoo.common.ops.sample import kernels, reference  # noqa: E402
@@ -82,6 +84,22 @@ def test_support_against_a_sort() -> None:
         assert mass <= params.top_p + 1e-5 and least >= params.min_p - 1e-6 and (params.top_k <= 0 or count <= params.top_k)
         more, ratio = mass + float(wide[r, order[count - 1]]), float(wide[r, order[count]] / wide[r].max())
         assert count == params.top_k or more > params.top_p - 1e-5 or ratio < params.min_p + 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_is_its_definition(kind: str) -> None:
+    """Byte for byte, of the device's own probabilities; whatever a program's share of a row is."""
+    x, row = rows_of_kind(kind, 20, VOCABULARY, "cuda"), filters_of(20, "cuda")
+    lse = x.logsumexp(1)
+    wanted = list(cut_by_sort(x, lse, *row))
+    for chunks in (None, 2, 32):
+        assert_same_bytes(list(kernels.cut(x, lse, *row, chunks=chunks)), wanted, f"{chunks} chunks")
+    for index in ([2], [19, 4, 4]):
+        pick = torch.tensor(index, device="cuda")
+        alone = kernels.cut(x[pick], lse[pick], *(t[pick] for t in row))
+        assert_same_bytes(list(alone), [t[pick] for t in wanted], "row law")
+    with pytest.raises(LawBroken):  # control: one token less by top_k
+        assert_same_bytes(list(kernels.cut(x, lse, row[0] - 1, *row[1:])), wanted, "control")
 
 
 def test_bounds_batches_and_ties() -> None:

@@ -1,4 +1,7 @@
-"""sample in Triton: the cut by bisection over ordered integer keys (no sort, no float sum), the draw in one pass."""
+"""sample in Triton: the cut by narrowing a range of ordered integer keys (no sort, no float sum), the draw in one pass.
+
+B blocks (programs) of a row, T thresholds, L listed tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,101 +13,389 @@ from torch import Tensor
 from zoo.common.ops.sample.reference import LANES, MASS_ONE, NO_CUT, WORDS
 from zoo.common.ops.tree_kernels import EXACT
 
-CUT_BLOCK = 4096
+# thresholds of a row's first tally, so many nats apart below the log-sum-exp, and of the later ones, which divide evenly what is left
+FIRST_THRESHOLDS, FIRST_STEP, THRESHOLDS = 8, 2.0, 16
+# how often the range is narrowed, until at most LISTED tokens are left in it; of more, one program alone searches the row
+ROUNDS, LISTED = 3, 4096
+# columns that a program reads at once, and up to how many rows that many of them are its share of a row
+CHUNK, SHARES = 1024, ((8, 2), (96, 8), (1 << 31, 32))
+# columns that the last program reads at once of a list, and of a whole row
+LIST_BLOCK, ROW_BLOCK = 1024, 4096
+# four programs of the kernels that read rows fit on a multiprocessor
+WARPS, REGISTERS = 8, 64
 RESTRICT_BLOCK = 2048
 
 _LANES = tl.constexpr(LANES)
 _MASS_ONE = tl.constexpr(float(MASS_ONE))
 _NO_CUT = tl.constexpr(NO_CUT)
+_LISTED = tl.constexpr(LISTED)
+_CHUNK = tl.constexpr(CHUNK)
+_THREADS = tl.constexpr(32 * WARPS)
+_STEP = tl.constexpr(FIRST_STEP)
+# thresholds that a thread has sums for at once
+_SUMS = tl.constexpr(8)
+# range, count, mass and number of tokens of a row
+_STATE = tl.constexpr(5)
+# every key is above the lowest integer; that of -inf is the lowest
+_BELOW = tl.constexpr(-(1 << 31))
+_NOTHING = tl.constexpr(-(1 << 31) + (1 << 23) - 1)
+_TOP = tl.constexpr((1 << 31) - 1)
+_LARGEST = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
-def _keys_and_mass(row, start, lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Ordered int32 keys (-0 as +0, NaN as -inf), probabilities and int64 masses of a block; columns beyond the row have no mass
-    and lie below every key."""
-    column = start + tl.arange(0, BLOCK)
-    x = tl.load(row + column, mask=column < WIDTH, other=-float("inf"))
+def _key_of(x):
+    """Ordered int32 keys: -0 as +0, NaN as -inf."""
     x = tl.where(x == x, x, -float("inf"))
-    x = tl.where(x == 0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(column < WIDTH, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
-    p = tl.exp(x - lse)
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit_of(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _keys(values, start, width, BLOCK: tl.constexpr):
+    """Columns and keys; a column beyond the row lies below every key, and has no probability."""
+    column = start + tl.arange(0, BLOCK)
+    x = tl.load(values + column, mask=column < width, other=0.0)
+    return column, tl.where(column < width, _key_of(x), _BELOW)
+
+
+@triton.jit
+def probability_and_mass(key, lse):
+    """FP32 probabilities and their int64 masses."""
+    p = tl.exp(_logit_of(key) - lse)
     p = tl.where(p >= 0, p, 0.0)
-    return column, key, p, (p * _MASS_ONE).to(tl.int64)
+    return p, (p * _MASS_ONE).to(tl.int64)
 
 
 @triton.jit
-def _above(row, lse, key_cut, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys lie above the cut, their mass, and the mass of one token at the cut."""
-    count = tl.zeros([BLOCK], tl.int64)
-    mass = tl.zeros([BLOCK], tl.int64)
-    tied = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, WIDTH, BLOCK):
-        _, key, _, m = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
-        count += (key > key_cut).to(tl.int64)
-        mass += tl.where(key > key_cut, m, 0)
-        tied = tl.maximum(tied, tl.where(key == key_cut, m, 0))
-    return tl.sum(count, 0), tl.sum(mass, 0), tl.max(tied, 0)
-
-
-@triton.jit
-def _cut_kernel(logits, lse_R, top_k_R, mass_limit_R, min_p_R, logit_R, last_R, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    row = logits + r * stride
-    lse = tl.load(lse_R + r)
+def _filters(top_k_R, mass_limit_R, min_p_R, r, width):
+    """A row's top_k and mass limit, its min_p and whether it has one, and whether it has any filter."""
     top_k = tl.load(top_k_R + r)
     limit = tl.load(mass_limit_R + r)
     min_p = tl.load(min_p_R + r)
-    if (top_k >= WIDTH) & (limit >= _NO_CUT) & (min_p <= 0):
-        tl.store(logit_R + r, -float("inf"))
-        tl.store(last_R + r, WIDTH)
+    floored = (min_p <= 0) == 0
+    return top_k, limit, min_p, floored, (top_k < width) | (limit < _NO_CUT) | floored
+
+
+@triton.jit
+def _fits(count, mass, top_k, limit):
+    """Whether the first token below this many of this mass stays; the very first always does."""
+    few = tl.where((top_k < 1) | (limit < 0), 1, top_k)
+    return (count < few) & (mass <= tl.maximum(limit, 0))
+
+
+@triton.jit
+def _room(count, mass, tied, top_k, limit):
+    """How many equals of mass `tied` stay below this many tokens of this mass: they share one mass, so it is a division."""
+    room = tl.where(tied > 0, (limit - mass) // tl.maximum(tied, 1) + 1, _NO_CUT)
+    return tl.maximum(tl.minimum(room, top_k - count), 1)
+
+
+@triton.jit
+def _thresholds(t, low, high, lse, T: tl.constexpr, FIRST: tl.constexpr):
+    """Keys at which low < .. <= high is divided, in falling order; the last is low. For the result any keys would do."""
+    if FIRST:
+        key = tl.where(t == T - 2, _NOTHING, _key_of(lse - (t + 1).to(tl.float32) * _STEP))
     else:
-        peak_p = tl.zeros([BLOCK], tl.float32)
-        peak_key = tl.full([BLOCK], -2147483648, tl.int32)
-        for start in range(0, WIDTH, BLOCK):
-            _, key, p, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
-            peak_p = tl.maximum(peak_p, p)
-            peak_key = tl.maximum(peak_key, key)
-        high = tl.max(peak_key, 0).to(tl.int64)
-        floor = min_p * tl.max(peak_p, 0)
-        least = tl.full([BLOCK], 2147483647, tl.int32)
-        for start in range(0, WIDTH, BLOCK):
-            column, key, p, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
-            least = tl.minimum(least, tl.where((column < WIDTH) & (p >= floor), key, 2147483647))
-        low = tl.minimum(tl.min(least, 0).to(tl.int64), high)
-        # the lowest key whose first token still has rank < k and mass before it <= the limit
-        while low < high:
-            middle = (low + high) >> 1
-            count, mass, _ = _above(row, lse, middle, WIDTH, BLOCK)
-            fits = (count < top_k) & (mass <= limit)
-            high = tl.where(fits, middle, high)
-            low = tl.where(fits, low, middle + 1)
-        count, mass, tied = _above(row, lse, high, WIDTH, BLOCK)
-        # equals share one mass, so how many of them stay is a division
-        room = tl.where(tied > 0, (limit - mass) // tl.maximum(tied, 1) + 1, _NO_CUT)
-        room = tl.maximum(tl.minimum(room, top_k - count), 1)
-        last = tl.full([BLOCK], -1, tl.int32)
-        seen = tl.zeros([], tl.int32).to(tl.int64)
-        for start in range(0, WIDTH, BLOCK):
-            column, key, _, _ = _keys_and_mass(row, start, lse, WIDTH, BLOCK)
-            equal = key == high
-            nth = seen + tl.cumsum(equal.to(tl.int32), 0)
-            last = tl.maximum(last, tl.where(equal & (nth <= room), column, -1))
-            seen += tl.sum(equal.to(tl.int32), 0)
-        bits = high.to(tl.int32)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        tl.store(logit_R + r, bits.to(tl.float32, bitcast=True))
-        tl.store(last_R + r, tl.max(last, 0).to(tl.int64))
+        top = _logit_of(high)
+        key = _key_of(top - (top - _logit_of(low + 1)) * ((t + 1).to(tl.float32) / T))
+    return tl.where(t == T - 1, low, tl.maximum(key, low))
 
 
-def cut(logits_RV: Tensor, lse_R: Tensor, top_k_R: Tensor, mass_limit_R: Tensor, min_p_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(logit, id) of the last token that stays; a row without filters reads nothing and gives (-inf, V)."""
+@triton.jit
+def _tally(
+    row, r, b, low, high, lse, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width,
+    CHUNKS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """Stores a block's count and mass above each threshold, its lowest key but -inf and its highest, all of low < key <= high.
+
+    The first one stores its largest probability too.
+    """
+    for part in range(T // _SUMS):
+        t = part * _SUMS + tl.arange(0, _SUMS)
+        key_T = _thresholds(t, low, high, lse, T, FIRST)
+        count = tl.zeros([_SUMS, _THREADS], tl.int32)
+        mass = tl.zeros([_SUMS, _THREADS], tl.int64)
+        lowest = tl.full([_THREADS], _TOP, tl.int32)
+        highest = tl.full([_THREADS], _BELOW, tl.int32)
+        peak = tl.zeros([_THREADS], tl.float32)
+        for chunk in range(CHUNKS):
+            # one column per thread, so that it holds one sum per threshold; unrolled, so that several loads are under way
+            for piece in tl.static_range(_CHUNK // _THREADS):
+                _, key = _keys(row, (b * CHUNKS + chunk) * _CHUNK + piece * _THREADS, width, _THREADS)
+                key = tl.where(key <= high, key, _BELOW)
+                p, m = probability_and_mass(key, lse)
+                lowest = tl.minimum(lowest, tl.where(key > tl.maximum(low, _NOTHING), key, _TOP))
+                highest = tl.maximum(highest, key)
+                peak = tl.maximum(peak, p)
+                above = key[None, :] > key_T[:, None]
+                count += above.to(tl.int32)
+                mass += tl.where(above, m[None, :], 0)
+        tl.store(count_RTB + (r * T + t) * blocks + b, tl.sum(count, 1))
+        tl.store(mass_RTB + (r * T + t) * blocks + b, tl.sum(mass, 1))
+        tl.store(end_RB + (r * blocks + b) * 2, tl.min(lowest, 0))
+        tl.store(end_RB + (r * blocks + b) * 2 + 1, tl.max(highest, 0))
+        if FIRST:
+            tl.store(peak_RB + r * blocks + b, tl.max(peak, 0))
+
+
+@triton.jit
+def _first_kernel(
+    logits, lse_R, top_k_R, mass_limit_R, min_p_R, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width, stride,
+    CHUNKS: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """Tallies the whole row."""
+    b = tl.program_id(0)
+    r = tl.program_id(1).to(tl.int64)
+    _, _, _, _, wanted = _filters(top_k_R, mass_limit_R, min_p_R, r, width)
+    if wanted:
+        low, high = tl.full([], _BELOW, tl.int32), tl.full([], _TOP, tl.int32)
+        lse = tl.load(lse_R + r)
+        _tally(logits + r * stride, r, b, low, high, lse, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width, CHUNKS, T, True)
+
+
+@triton.jit
+def _narrow(
+    low, high, count, mass, lse, top_k, limit, count_RTB, mass_RTB, end_RB, r, blocks,
+    BLOCKS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """The part of low < key <= high that holds the cut, the count and mass above it, and how many of its tokens each block has.
+
+    `count` and `mass` are those above high. No token is in it where the whole row fits.
+    """
+    block = tl.arange(0, BLOCKS)
+    held = block < blocks
+    at = (r * T + tl.arange(0, T)[:, None]) * blocks + block[None, :]
+    count_TB = tl.load(count_RTB + at, mask=held[None, :], other=0)
+    mass_TB = tl.load(mass_RTB + at, mask=held[None, :], other=0)
+    lowest = tl.min(tl.load(end_RB + (r * blocks + block) * 2, mask=held, other=_TOP), 0)
+    highest = tl.max(tl.load(end_RB + (r * blocks + block) * 2 + 1, mask=held, other=_BELOW), 0)
+    key_T = _thresholds(tl.arange(0, T), low, high, lse, T, FIRST)
+    count_T = count + tl.sum(count_TB, 1)
+    mass_T = mass + tl.sum(mass_TB, 1)
+    fits_T = _fits(count_T, mass_T, top_k, limit)
+    # counts and masses rise as thresholds fall, in every block, so those of the lowest that fits are the largest of all that fit
+    above_B = tl.max(tl.where(fits_T[:, None], count_TB, 0), 0)
+    inside_B = tl.min(tl.where(fits_T[:, None], _TOP, count_TB), 0) - above_B
+    inside_B = tl.where(tl.min(fits_T.to(tl.int32), 0) == 1, 0, inside_B)
+    count = tl.maximum(count, tl.max(tl.where(fits_T, count_T, 0), 0))
+    mass = tl.maximum(mass, tl.max(tl.where(fits_T, mass_T, 0), 0))
+    high = tl.minimum(tl.minimum(high, highest), tl.min(tl.where(fits_T, key_T, _TOP), 0))
+    low = tl.maximum(low, tl.max(tl.where(fits_T, _BELOW, key_T), 0))
+    return tl.maximum(low, tl.minimum(lowest, high) - 1), high, count, mass, inside_B
+
+
+@triton.jit
+def _floor(row, r, b, lse, floor, peak_key, floor_RB, blocks, width, CHUNKS: tl.constexpr):
+    """Stores a block's lowest key of a probability of at least `floor` (or the peak itself), and the last token with it."""
+    least = tl.full([_CHUNK], _LARGEST, tl.int64)
+    for chunk in range(CHUNKS):
+        column, key = _keys(row, (b * CHUNKS + chunk) * _CHUNK, width, _CHUNK)
+        likely = (probability_and_mass(key, lse)[0] >= floor) | (key == peak_key)
+        # the key above, so that it decides; below it the id, falling
+        packed = (key.to(tl.int64) << 32) | (column ^ _TOP)
+        least = tl.minimum(least, tl.where(likely & (column < width), packed, _LARGEST))
+    tl.store(floor_RB + r * blocks + b, tl.min(least, 0))
+
+
+@triton.jit
+def _list(row, r, b, low, high, seen, only, logit_RL, id_RL, width, CHUNKS: tl.constexpr):
+    """Lists the tokens of low < key <= high by id, `seen` of them before this block; alone the one of rank `only`, unless negative."""
+    for chunk in range(CHUNKS):
+        column, key = _keys(row, (b * CHUNKS + chunk) * _CHUNK, width, _CHUNK)
+        inside = ((key > low) & (key <= high)).to(tl.int32)
+        found = tl.sum(inside, 0)
+        if found > 0:
+            rank = seen + tl.cumsum(inside, 0) - 1
+            kept = (inside > 0) & ((only < 0) | (rank == only))
+            at = r * _LISTED + tl.where(only < 0, rank, 0)
+            tl.store(logit_RL + at, _logit_of(key), mask=kept)
+            tl.store(id_RL + at, column, mask=kept)
+        seen += found
+
+
+@triton.jit
+def _read(state_RS, r):
+    """A row's range low < key <= high, the count and mass above it, the tokens in it, and whether it needs no more narrowing."""
+    low = tl.load(state_RS + r * _STATE).to(tl.int32)
+    high = tl.load(state_RS + r * _STATE + 1).to(tl.int32)
+    inside = tl.load(state_RS + r * _STATE + 4)
+    settled = (inside <= _LISTED) | (low + 1 == high)
+    return low, high, tl.load(state_RS + r * _STATE + 2), tl.load(state_RS + r * _STATE + 3), inside, settled
+
+
+@triton.jit
+def _write(state_RS, r, low, high, count, mass, inside):
+    tl.store(state_RS + r * _STATE, low.to(tl.int64))
+    tl.store(state_RS + r * _STATE + 1, high.to(tl.int64))
+    tl.store(state_RS + r * _STATE + 2, count)
+    tl.store(state_RS + r * _STATE + 3, mass)
+    tl.store(state_RS + r * _STATE + 4, inside)
+
+
+@triton.jit
+def _round_kernel(
+    logits, lse_R, top_k_R, mass_limit_R, min_p_R, old_RS, old_count_RTB, old_mass_RTB, old_end_RB,
+    state_RS, count_RTB, mass_RTB, end_RB, peak_RB, floor_RB, logit_RL, id_RL, blocks, width, stride,
+    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, OLD_T: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """Narrows the range by its tally; then lists what is left if that settles the row, else tallies it. The first finds the floor."""
+    b = tl.program_id(0)
+    r = tl.program_id(1).to(tl.int64)
+    top_k, limit, min_p, floored, wanted = _filters(top_k_R, mass_limit_R, min_p_R, r, width)
+    if wanted:
+        lse = tl.load(lse_R + r)
+        row = logits + r * stride
+        if FIRST:
+            none = tl.full([], 0, tl.int64)
+            low, high, count, mass, inside, settled = tl.full([], _BELOW, tl.int32), tl.full([], _TOP, tl.int32), none, none, none, False
+        else:
+            low, high, count, mass, inside, settled = _read(old_RS, r)
+        if settled:
+            if b == 0:
+                _write(state_RS, r, low, high, count, mass, inside)
+        else:
+            low, high, count, mass, inside_B = _narrow(
+                low, high, count, mass, lse, top_k, limit, old_count_RTB, old_mass_RTB, old_end_RB, r, blocks, BLOCKS, OLD_T, FIRST
+            )
+            block = tl.arange(0, BLOCKS)
+            inside = tl.sum(inside_B, 0).to(tl.int64)
+            if b == 0:
+                _write(state_RS, r, low, high, count, mass, inside)
+            if FIRST:
+                if floored | (inside == 0):
+                    peak = tl.max(tl.load(peak_RB + r * blocks + block, mask=block < blocks, other=0.0), 0)
+                    highest = tl.load(old_end_RB + (r * blocks + block) * 2 + 1, mask=block < blocks, other=_BELOW)
+                    _floor(row, r, b, lse, min_p * peak, tl.max(highest, 0), floor_RB, blocks, width, CHUNKS)
+            alone = low + 1 == high
+            if alone | (inside <= _LISTED):
+                if tl.sum(tl.where(block == b, inside_B, 0), 0) > 0:
+                    before = tl.sum(tl.where(block < b, inside_B, 0), 0)
+                    nth = tl.minimum(_room(count, mass, probability_and_mass(high, lse)[1], top_k, limit), inside) - 1
+                    _list(row, r, b, low, high, before, tl.where(alone, nth, -1), logit_RL, id_RL, width, CHUNKS)
+            else:
+                if not LAST:
+                    _tally(row, r, b, low, high, lse, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width, CHUNKS, T, False)
+
+
+@triton.jit
+def _search(values, n, before, mass_before, low, high, count, mass, inside, lse, top_k, limit, BLOCK: tl.constexpr):
+    """(key, index) of the last of n values that stays; it lies in low < key <= high, which holds `inside` of them.
+
+    `count` and `mass` are those above high; `before` and `mass_before` of these are not among the values.
+    """
+    low = low.to(tl.int64) + 1
+    high = high.to(tl.int64)
+    down_to_low = count + inside
+    # the lowest key that fits; a range with one token in it needs no further halving
+    while (low < high) & (down_to_low - count > 1):
+        middle = (low + high) >> 1
+        counts = tl.zeros([BLOCK], tl.int32)
+        masses = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, n, BLOCK):
+            _, key = _keys(values, start, n, BLOCK)
+            counts += (key > middle).to(tl.int32)
+            masses += tl.where(key > middle, probability_and_mass(key, lse)[1], 0)
+        count_above = before + tl.sum(counts, 0)
+        mass_above = mass_before + tl.sum(masses, 0)
+        fits = _fits(count_above, mass_above, top_k, limit)
+        count = tl.where(fits, count_above, count)
+        mass = tl.where(fits, mass_above, mass)
+        down_to_low = tl.where(fits, down_to_low, count_above)
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    highest = tl.full([BLOCK], _BELOW, tl.int32)
+    for start in range(0, n, BLOCK):
+        _, key = _keys(values, start, n, BLOCK)
+        highest = tl.maximum(highest, tl.where(key <= high, key, _BELOW))
+    found = tl.max(highest, 0)
+    room = _room(count, mass, probability_and_mass(found, lse)[1], top_k, limit)
+    last = tl.full([BLOCK], -1, tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    for start in range(0, n, BLOCK):
+        index, key = _keys(values, start, n, BLOCK)
+        equal = (key == found).to(tl.int32)
+        nth = seen + tl.cumsum(equal, 0)
+        last = tl.maximum(last, tl.where((equal > 0) & (nth <= room), index, -1))
+        seen += tl.sum(equal, 0)
+    return found, tl.max(last, 0)
+
+
+@triton.jit
+def _last_kernel(
+    logits, lse_R, top_k_R, mass_limit_R, min_p_R, state_RS, floor_RB, logit_RL, id_RL, logit_R, last_R, blocks, width, stride,
+    BLOCKS: tl.constexpr, LIST_BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Finds the cut in what is left of a row, and keeps it at the floor or above."""
+    r = tl.program_id(0).to(tl.int64)
+    top_k, limit, _, floored, wanted = _filters(top_k_R, mass_limit_R, min_p_R, r, width)
+    found = tl.full([], _NOTHING, tl.int32)
+    last = tl.full([], 0, tl.int32) + width
+    if wanted:
+        lse = tl.load(lse_R + r)
+        low, high, count, mass, inside, settled = _read(state_RS, r)
+        if inside > 0:
+            if low + 1 == high:
+                found = high
+                last = tl.load(id_RL + r * _LISTED)
+            elif settled:
+                n, listed = inside.to(tl.int32), logit_RL + r * _LISTED
+                found, last = _search(listed, n, count, mass, low, high, count, mass, inside, lse, top_k, limit, LIST_BLOCK)
+                last = tl.load(id_RL + r * _LISTED + last)
+            else:
+                none, row = tl.full([], 0, tl.int64), logits + r * stride
+                found, last = _search(row, width, none, none, low, high, count, mass, inside, lse, top_k, limit, ROW_BLOCK)
+        if floored | (inside == 0):
+            block = tl.arange(0, BLOCKS)
+            floor = tl.min(tl.load(floor_RB + r * blocks + block, mask=block < blocks, other=_LARGEST), 0)
+            key = (floor >> 32).to(tl.int32)
+            # what fits in front of the floor's key leaves room for all that have it
+            if (inside == 0) | (key > found):
+                found = key
+                last = floor.to(tl.int32) ^ _TOP
+    tl.store(logit_R + r, _logit_of(found))
+    tl.store(last_R + r, last.to(tl.int64))
+
+
+def cut(
+    logits_RV: Tensor, lse_R: Tensor, top_k_R: Tensor, mass_limit_R: Tensor, min_p_R: Tensor, chunks: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(logit, id) of the last token that stays; a row without filters reads nothing and gives (-inf, V).
+
+    `chunks` is a program's share of a row. It moves no byte, as all sums are of integers.
+    """
     rows, width = logits_RV.shape
-    logit = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    last = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    per_row = (lse_R, top_k_R, mass_limit_R, min_p_R, logit, last)
-    if rows:
-        _cut_kernel[(rows,)](logits_RV, *per_row, logits_RV.stride(0), WIDTH=width, BLOCK=CUT_BLOCK, num_warps=16, **EXACT)
+    chunks = chunks or next(share for most, share in SHARES if rows <= most)
+    blocks = triton.cdiv(width, chunks * CHUNK)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits_RV.device)
+
+    def tally(thresholds: int) -> list[Tensor]:
+        count, end = empty(rows, thresholds, blocks, dtype=torch.int32), empty(rows, blocks, 2, dtype=torch.int32)
+        return [count, empty(rows, thresholds, blocks), end]
+
+    logit, last, peak = empty(rows, dtype=torch.float32), empty(rows), empty(rows, blocks, dtype=torch.float32)
+    if not rows:
+        return logit, last
+    row, size = (logits_RV, lse_R, top_k_R, mass_limit_R, min_p_R), (blocks, width, logits_RV.stride(0))
+    found = (empty(rows, blocks), empty(rows, LISTED, dtype=torch.float32), empty(rows, LISTED, dtype=torch.int32))
+    # layouts of fewer than 32 blocks spill registers
+    padded, options = max(32, triton.next_power_of_2(blocks)), {"num_warps": WARPS, **EXACT}
+    reading = {"CHUNKS": chunks, "maxnreg": REGISTERS, **options}
+    state, sums = empty(rows, _STATE.value), tally(FIRST_THRESHOLDS)
+    _first_kernel[blocks, rows](*row, *sums, peak, *size, T=FIRST_THRESHOLDS, **reading)
+    for i in range(ROUNDS):
+        old, state, old_sums, sums = state, empty(rows, _STATE.value), sums, tally(THRESHOLDS)
+        kind = {"BLOCKS": padded, "OLD_T": old_sums[0].shape[1], "T": THRESHOLDS, "FIRST": i == 0, "LAST": i == ROUNDS - 1}
+        _round_kernel[blocks, rows](*row, old, *old_sums, state, *sums, peak, *found, *size, **kind, **reading)
+    kind = {"BLOCKS": padded, "LIST_BLOCK": LIST_BLOCK, "ROW_BLOCK": ROW_BLOCK}
+    _last_kernel[rows,](*row, state, *found, logit, last, *size, **kind, **options)
     return logit, last
 
 
