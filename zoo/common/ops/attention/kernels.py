@@ -158,7 +158,7 @@ def _chunks(rows: Rows, size: int) -> _Chunks:
 
 
 def _on_device(lists: list[list[int]], device: torch.device) -> list[Tensor]:
-    """The lists as int32 tensors, by one copy that the host does not wait for."""
+    """The lists as int32 tensors, by one copy that the host does not wait for (long lists apart, as CUDA stages pageable memory)."""
     flat = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int32).to(device, non_blocking=True)
     return list(flat.split([len(numbers) for numbers in lists]))
 

@@ -64,7 +64,8 @@ class _LogProb(OpFunction):
         for r in range(0, rows, ROW_CHUNK):
             row = slice(r, min(r + ROW_CHUNK, rows))
             temperature = None if inverse_temperature is None else inverse_temperature[row]
-            stats = selected.new_empty(3, row.stop - r, -(-vocabulary // group)).unbind()
+            # a buffer each: slices of one would be aligned by the row count, and each alignment compiles again
+            stats = [selected.new_empty(row.stop - r, -(-vocabulary // group)) for _ in range(3)]
             columns = vocabulary if (row.stop - r) * vocabulary <= WHOLE_LOGITS else VOCABULARY_CHUNK
             for c in range(0, vocabulary, columns):
                 logits = _logits(hidden[row], weight[c : c + columns], temperature, program)

@@ -17,7 +17,7 @@ def silu_times(gate, up):
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, column, mask = _elements(pair_ptr, rows, inner, SOME, ROWS, BLOCK)
     if SOME:
@@ -30,7 +30,7 @@ def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, inner, SOME: tl.constexpr,
     tl.store(y_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], out.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_backward(
     grad_ptr, x_ptr, pair_ptr, out_ptr, row_stride, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
