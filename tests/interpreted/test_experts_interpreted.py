@@ -32,8 +32,9 @@ def made(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 2, 30, 682, 683, 900, 2001])
 @pytest.mark.parametrize("tile", [1, 16, 128])
-def test_layout_is_a_stable_sort(rows: int, tile: int) -> None:
-    """By one launch up to 2048 pairs, by two beyond."""
+def test_layout_is_a_stable_sort(rows: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one launch below 2048 pairs here, by two from there on."""
+    monkeypatch.setattr(kernels, "ONE_LAUNCH", 2048 * 128)
     chosen = made(rows)[1]
     layout = kernels.lay_out(chosen, EXPERTS, tile)
     order = chosen.view(-1).argsort(stable=True)

@@ -13,7 +13,6 @@ tl = pytest.importorskip("triton.language")
 from cut_harness import KINDS, cut_by_sort, filters_of, rows_of_kind  # noqa: E402
 
 from zoo.common import ops  # noqa: E402
-from zoo.common.ops.cases import cases_of, check  # noqa: E402
 from zoo.common.ops.sample import kernels, reference  # noqa: E402
 from zoo.common.program import resolve  # noqa: E402
 from zoo.common.sampling import RowSampling, SamplingParams, sample, score_filtered, support  # noqa: E402
@@ -37,13 +36,6 @@ MIXED = (
 def made(rows: int, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, RowSampling]:
     x = torch.randn(rows, vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(rows)) * 4
     return x, RowSampling.of([MIXED[r % 7] for r in range(rows)], [5 * r for r in range(rows)], "cuda")
-
-
-def test_laws() -> None:
-    for case in cases_of("sample", PROGRAM):
-        for law in case.laws:
-            if not case.device_sized or law == "fusion":
-                check(case, law, PROGRAM)
 
 
 @triton.jit

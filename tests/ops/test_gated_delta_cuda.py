@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zoo.common.delta_memory import DeltaMemory
 from zoo.common.ops import gated_delta, gated_delta_states
-from zoo.common.ops.cases import cases_of, check
 from zoo.common.ops.gated_delta import cases, kernels, rival_tokens
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, packed_rows
 from zoo.common.program import resolve
@@ -63,17 +62,6 @@ def recurrence(args: Args) -> Tensor:
 def far(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.detach().double(), wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
-
-
-def names() -> list[str]:
-    return [case.name for case in cases_of("gated_delta", program())] if torch.cuda.is_available() else []
-
-
-@pytest.mark.parametrize("name", names())
-def test_laws(name: str) -> None:
-    case = next(case for case in cases_of("gated_delta", program()) if case.name == name)
-    for law in case.laws:
-        check(case, law, program())
 
 
 @pytest.mark.parametrize("decay", [0.05, 0])

@@ -21,6 +21,7 @@ POSITION, PAIR, ROW = (tl.constexpr(i) for i in range(3))  # how a product finds
 DEEPGEMM_ROWS = 128  # mean rows per expert from which padding each expert to DeepGEMM's tile pays
 BLOCK_R = 64  # rows that a weight gradient adds at a time
 CHUNK = 256  # pairs that one program places, where there are many
+ONE_LAUNCH = 1 << 20  # pairs times experts from which two launches sort faster than every expert counting all pairs
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
         torch.empty(experts + 1, **integers),
     )
     bins = max(32, triton.next_power_of_2(experts))
-    if pairs <= 2048:
+    if pairs * max(experts, 128) < ONE_LAUNCH:  # about as many programs run side by side
         _lay_out_kernel[(experts + 1,)](
             chosen, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, tiles,
             EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=512 if pairs <= 512 else 2048, num_warps=4 if pairs <= 512 else 8,
@@ -308,7 +309,7 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
 def _copy_rows(x_ID: Tensor, source: Tensor, share: int, out: Tensor) -> Tensor:
     """out[i] = x_ID[source[i] // share], i over all of `source`; where it is negative, out's row stays as memory was."""
     hidden = x_ID.shape[1]
-    block = min(triton.next_power_of_2(hidden), 2048)
+    block = min(triton.next_power_of_2(hidden), 1024)
     height = 4096 // block
     grid = (triton.cdiv(source.numel(), height), triton.cdiv(hidden, block))
     _copy_rows_kernel[grid](x_ID.contiguous(), source, out, source.numel(), D=hidden, SHARE=share, ROWS=height, BLOCK=block, num_warps=4)

@@ -14,8 +14,8 @@ from zoo.common.program import Program
 # columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
 VOCABULARY_CHUNK = 16384
 ROW_CHUNK = 4096
-# logits up to which few rows take the whole vocabulary at once (64 MiB: what an L2 of 50 MB mostly keeps for the reductions)
-WHOLE_LOGITS = 1 << 24
+# few rows take the whole vocabulary at once, while that holds no more than a chunk does (256 MiB)
+WHOLE_LOGITS = ROW_CHUNK * VOCABULARY_CHUNK
 
 CONTRACT = Contract(
     name="log_prob",
@@ -27,7 +27,7 @@ CONTRACT = Contract(
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
     "are recomputed, chunks added in FP32",
-    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^24; else it walks chunks of rows and vocabulary",
+    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26; else it walks chunks of rows and vocabulary",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
