@@ -267,8 +267,8 @@ speed() {
   stage "SGLang, $*: tokens/s" 14 "$name"
 }
 
-stage_speed() { speed speed 300 qwen3 --size 8b --contenders zoo,stock,eager-prefill --loads 64x128,1x128,64x1024,32x128; }
-stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8 --loads 1x128,32x128,64x128,64x1024; }
+stage_speed() { speed speed 300 qwen3 --size 8b --loads 64x128,1x128,64x1024,32x128,32x1024,1x1024; }
+stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8 --loads 64x128,1x128,64x1024,32x128,32x1024,1x1024; }
 stage_speed_moe() { speed speed_moe 200 qwen3_moe --size 30b-a3b --layers 8 --loads 1x128,64x128; }
 
 stage_long() {

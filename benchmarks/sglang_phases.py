@@ -43,7 +43,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 SHORT, LONG = (1, 7, 63, 127, 128, 129, 255, 300, 511, 640, 777), (1990, 2040, 2300, 4200)
 CONTEXT = 6144
 SQUEEZE = 0.45  # of the pages that all requests need at once: the others are retracted or wait
-HTTP_REQUESTS = 16
+HTTP_REQUESTS = 64
 FEW = 12  # requests of a phase that proves one event
 START_SECONDS, PHASE_SECONDS, EVENT_SECONDS = 200, 200, 60  # a server, a phase, or one of few requests that takes longer has failed
 SEEDS = (1, 2)  # of the weights served first, and of those pushed later
@@ -339,7 +339,7 @@ def _serving(model: Model, folder: Path, *more: str) -> Iterator[Server]:
         port = str(free.getsockname()[1])
     options = ["--model-path", str(folder / "weights"), "--attention-backend", "zoo", "--skip-tokenizer-init", "--port", port]
     options += ["--context-length", str(CONTEXT), "--mem-fraction-static", "0.85", "--max-total-tokens", "65600", "--log-level", "warning"]
-    options += ["--cuda-graph-bs-decode", "1", "8", "32", "--skip-server-warmup", *more]
+    options += ["--cuda-graph-bs-decode", "1", "8", "64", "--skip-server-warmup", *more]
     options += ["--enable-return-routed-experts"] if model.config.experts else []
     with (folder / "http.log").open("a") as log:
         process = subprocess.Popen([*LAUNCH, *options], stdout=log, stderr=log)
