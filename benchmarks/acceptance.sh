@@ -133,7 +133,7 @@ stage_laws() {
   for page in zoo/common/ops/*/cases.py; do
     name=$(basename "$(dirname "$page")")
     [ "$name" = attention ] || tested "law_$name" tests/ops/test_laws.py::test_law -k "bfloat16-$name-" &
-    in_turns 6
+    in_turns 12
   done
   wait
   said "== laws on the GPU, $SECONDS s"
@@ -142,9 +142,11 @@ stage_laws() {
 
 # attention's laws compile many variants
 stage_attention() {
-  local law
+  local law shapes
   for law in row split place shard repeat; do
-    tested "attention_$law" tests/ops/test_laws.py::test_law -k "bfloat16-attention-$law-" &
+    for shapes in qwen3-8b qwen3-30b "not qwen3"; do
+      tested "attention_${law}_${shapes// /_}" tests/ops/test_laws.py::test_law -k "bfloat16-attention-$law- and $shapes" &
+    done
   done
   wait
   said "== attention's laws on the GPU, $SECONDS s"
@@ -158,7 +160,7 @@ stage_tests() {
   for function in $(grep -o '^tests/[^[ ]*::[A-Za-z_0-9:]*' "$work/collect.log" | sort -u | grep -v 'test_laws.py::test_law$'); do
     name=${function##*/}
     tested "${name//[.:]/_}" "$function" &
-    in_turns 6
+    in_turns 12
   done
   wait
   said "== GPU tests, $SECONDS s"
@@ -190,11 +192,12 @@ stage_ladder_qwen35() { third qwen35 400 qwen3_5 --size 4b; }
 # one after another: decode of 64 sequences holds the most
 stage_ladders() { for name in moe35 qwen35 moe dense; do "stage_ladder_$name"; done; }
 
-# the trainer alone, its gradients too
+# the trainer alone, its gradients too: up to 80 GB
 stage_rungs() {
   climb ladder_rungs_dense 200 1,2 qwen3 --size 8b --lengths 600,4096
+  stage "rungs 1 and 2 of Qwen3-8B" 14 ladder_rungs_dense
   climb ladder_rungs_moe35 200 1,2 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096
-  stage "rungs 1 and 2" 14 ladder_rungs_dense ladder_rungs_moe35
+  stage "rungs 1 and 2 of 35B-A3B" 14 ladder_rungs_moe35
   ladders
 }
 

@@ -126,10 +126,10 @@ def fill(memory: Any) -> None:
 
 
 def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median microseconds of each contender's turn; the first round warms up."""
+    """Median microseconds of each contender's turn; the first round warms up. Every other one runs backwards: a turn heats the next."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
-        for name, call in contenders.items():
+        for name, call in list(contenders.items())[:: -1 if turn % 2 else 1]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()

@@ -157,7 +157,7 @@ def prefill(bench: Bench, documents: int, length: int) -> None:
 
         return call
 
-    times = turns({name: run(server) for name, server in servers.items()}, min(3, bench.rounds), bench.device)
+    times = turns({name: run(server) for name, server in servers.items()}, min(4, bench.rounds), bench.device)
     bench.row("prefill", times, documents * length, documents=documents, length=length)
     free(bench)
 
@@ -168,12 +168,12 @@ def score(bench: Bench, documents: int, length: int) -> None:
         return
     trainers = {name: twin(bench.source, bench.trainer, program).eval() for name, program in bench.programs.items()}
     ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
-    times = turns({name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(3, bench.rounds), bench.device)
+    times = turns({name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(4, bench.rounds), bench.device)
     bench.row("score", times, documents * length, documents=documents, length=length)
     free(bench)
 
 
-def train(bench: Bench, documents: int, length: int, what: str = "train", modes: Sequence[bool] = (False, True), rounds: int = 3) -> None:
+def train(bench: Bench, documents: int, length: int, what: str = "train", modes: Sequence[bool] = (False, True), rounds: int = 4) -> None:
     """Forward and backward of -score.sum() / N. Peak memory is that of the step with parameters and gradients."""
     ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
     for checkpointed in modes:

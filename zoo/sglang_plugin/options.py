@@ -140,7 +140,7 @@ def _imply_chunks(args: Any, page: int) -> None:
     """Chunks of prefill are whole pages; SGLang's own default fits pages of a power of two."""
     given = args.chunked_prefill_size
     if given is None and not power_of_two(page):
-        args.chunked_prefill_size = CHUNK_TOKENS // page * page
+        args.chunked_prefill_size = -(-CHUNK_TOKENS // page) * page  # rounded up: whole prompts of a power of two still share it
     elif given is not None and given > 0 and given % page:
         raise ValueError(f"--chunked-prefill-size {given} is not a multiple of the model's page of {page} tokens")
 
