@@ -30,7 +30,7 @@ from benchmarks.common import Budget, Recorder, about, geometry, table
 from benchmarks.engines import PROMPT, Contender, Measure
 from zoo.verify.subject import SIZES
 
-LOADS = "64x128,1x128,64x1024,32x128"  # in the order measured: the first rows come early
+LOADS = "64x128,1x128,64x1024,32x128,32x1024,1x1024"  # in the order measured: the first rows come early
 CONTEXT = 2048  # one key segment of heads of 128: the plugin captures one bound
 MARGIN = 4096  # slots beyond what the largest load holds
 SLOTS = 640  # whole pages of 80 and of 128 tokens
