@@ -487,6 +487,32 @@ def test_released_memory_comes_back() -> None:
     assert [numbers(record) for record in by_order] == [baseline("dense")[4], baseline("dense")[2]]
 
 
+def test_memory_that_does_not_fit_yet_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine()
+    served.add(*REQUESTS[4])
+    served.step()
+    served.release_memory()
+    make = served.model.make_memory
+
+    def taken(pages: int, *rest: Any) -> Any:
+        """Room for what a released engine holds, until the trainer has gone."""
+        if pages > 2:
+            raise torch.OutOfMemoryError("no room")
+        return make(pages, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.model, "make_memory", taken)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                served.resume_memory()
+        with pytest.raises(ValueError, match="resume_memory"):
+            served.step()
+        served.add(*REQUESTS[2])
+    served.resume_memory()
+    by_order = sorted(served.run(), key=lambda record: int(record.request_id))
+    assert [numbers(record) for record in by_order] == [baseline("dense")[4], baseline("dense")[2]]
+
+
 # a memory with per-sequence state
 
 

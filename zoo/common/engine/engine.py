@@ -228,13 +228,18 @@ class Engine:
         self._use_memory(2, 1)
 
     def resume_memory(self) -> None:
-        """Takes as many pages and slots as before."""
+        """Takes as many pages and slots as before. Where they do not fit, the memory stays released, and may be resumed later."""
         if self._released:
-            self._use_memory(self._pages, self.scheduler.max_batch)
+            try:
+                self._use_memory(self._pages, self.scheduler.max_batch)
+            except BaseException:
+                self._use_memory(2, 1)
+                raise
             self._released = False
 
     def _use_memory(self, pages: int, slots: int) -> None:
-        del self.runner, self.scheduler.memory, self.scheduler.pool  # before the next ones are made: both may not fit
+        for owner, name in ((self, "runner"), (self.scheduler, "memory"), (self.scheduler, "pool")):
+            vars(owner).pop(name, None)  # before the next one is made: both may not fit
         memory = self.model.make_memory(pages, self._page_size, slots)
         self.scheduler.memory = memory
         self.scheduler.pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
