@@ -316,6 +316,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "eps inf": ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a number that FP32 holds, it is inf"),
     "layers": ({"num_hidden_layers": LAYERS, "layer_types": None}, r"num_hidden_layers must be at most 1024, it is 10000000|1e\+07"),
     "positions": ({"max_position_embeddings": HUGE}, r"max_position_embeddings must be at most 4194304, it is 1e\+12"),
+    "hidden": ({"hidden_size": 10**400}, "hidden_size must be at most 4194304, it is 1000"),
     "eos text": ({"eos_token_id": "2"}, "eos_token_id must be token ids of at least 0, it is '2'"),
     "eos fraction": ({"eos_token_id": [2.5]}, "eos_token_id must be token ids"),
     "eos bool": ({"eos_token_id": True}, "eos_token_id must be token ids"),

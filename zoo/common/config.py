@@ -42,7 +42,8 @@ class FieldReader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{self.family}: {name} must be an integer of at least 1, it is {value!r}")
         if value > most:
-            raise ValueError(f"{self.family}: {name} must be at most {most}, it is {value:.6g}")
+            given = f"{value:.6g}" if value < 10**300 else f"{value!r:.40}"  # an integer may be too large for a float
+            raise ValueError(f"{self.family}: {name} must be at most {most}, it is {given}")
         return value
 
     def number(self, name: str) -> float:
