@@ -304,6 +304,7 @@ def test_rows_do_not_share(way: str, fa4: StandIn) -> None:
 def test_segments_do_not_share(size: int, fa4: StandIn) -> None:
     q, k, v = documents()
     rows = packed_rows()
-    attention(q, k, v, None, rows)
+    first = attention(q, k, v, None, rows)[0]
     wanted = kernels.attention_fa4(q, k, v, None, replace(rows), SCALE, size)[0]
     assert same(kernels.attention_fa4(q, k, v, None, rows, SCALE, size)[0], wanted)
+    assert same(first, wanted) == (size == SEGMENT)  # the control: other segments are other bytes

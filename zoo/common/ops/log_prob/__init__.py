@@ -27,7 +27,7 @@ CONTRACT = Contract(
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
     "are recomputed, chunks added in FP32",
-    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26; else it walks chunks of rows and vocabulary",
+    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26 of them; else chunks of rows and vocabulary",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
