@@ -271,8 +271,8 @@ def test_page_tables_do_not_share(way: str, fa4: StandIn) -> None:
 
 
 @pytest.mark.parametrize("way", ["paged", "decode"])
-def test_a_table_in_the_place_of_another_is_not_taken_for_it(way: str, fa4: StandIn) -> None:
-    """The entry keeps its table: memory that was given back could hold the next one."""
+def test_an_entry_keeps_its_page_table(way: str, fa4: StandIn) -> None:
+    """Else the memory that a table gave back could hold the next one, which would be taken for it."""
     layer, rows, table = operands(way)
     assert table is not None
     layer(rows, table)
