@@ -7,9 +7,8 @@
 #   proof_http, _http_moe, _http35).
 # The others have the GPU alone, faster once `compile` has been:
 #   dense, speed, speed35, speed_moe, speed_qwen35, long, train, train35, moe35, moe, qwen35, linear, ops.
-# PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live)
-# sglang importable. OUT gets summary.txt, logs.txt and rows; a run that is cut short keeps what was finished. Stages and runs on one
-# machine share what was compiled.
+# PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live) sglang importable. OUT gets summary.txt, logs.txt and rows;
+# a run that is cut short keeps what was finished. Stages and runs on one machine share what was compiled.
 set -uo pipefail
 py=${1:?a python} out=${2:?a folder} limit=${3:?seconds}
 shift 3

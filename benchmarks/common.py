@@ -259,6 +259,11 @@ def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type
     return config, model_class(fields, "rl"), model_class(fields, "serving")
 
 
+def has_slots(config: Any) -> bool:
+    """Whether the model has recurrent layers: a sequence's state then lies in a slot beside its pages."""
+    return "full" in vars(config)
+
+
 def in_parallel(module: str, arguments: Sequence[Sequence[str]], seconds: float) -> None:
     """Runs `python -m module ...` once per argument list, all at once: kernels compile and libraries fill their disk caches."""
     started = [

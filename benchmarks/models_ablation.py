@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import table
+from benchmarks.common import has_slots, table
 from benchmarks.models_bench import Bench, free, turns, twin
 from benchmarks.models_parts import decoders
 from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program
@@ -81,4 +81,4 @@ def _shares(bench: Bench, what: str, times: dict[str, float], **more: Any) -> No
 
 def _ops_of(bench: Bench) -> list[str]:
     names = ["linear", "attention"]
-    return names + (["experts"] if bench.config.experts else []) + (["gated_delta"] if "full" in vars(bench.config) else [])
+    return names + (["experts"] if bench.config.experts else []) + (["gated_delta"] if has_slots(bench.config) else [])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Budget, Recorder, table
+from benchmarks.common import Budget, Recorder, has_slots, table
 from zoo.common.hybrid_memory import HybridMemory
 from zoo.common.layers import RotaryTable
 from zoo.common.program import Program
@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def steps(self) -> int:
-        return CHUNK_STEPS if "full" in vars(self.config) else STEPS
+        return CHUNK_STEPS if has_slots(self.config) else STEPS
 
     def row(self, what: str, times: Mapping[str, float], tokens: int, **more: Any) -> None:
         """Times in microseconds of `tokens` tokens under each program."""
@@ -98,12 +98,9 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
 
 def place_sequences(model: ForServing, counts: Sequence[int]) -> tuple[Any, Tensor]:
     """Memory for sequences of these lengths and their table: pages one after another, slot n + 1 for sequence n."""
-    probe = model.make_memory(2, **({"slots": 1} if "full" in vars(model.config) else {}))
-    size = probe.page_size
-    del probe
+    size = model.make_memory(2, slots=1).page_size
     blocks = [-(-count // size) for count in counts]
-    slots = {"slots": len(counts)} if "full" in vars(model.config) else {}
-    memory = model.make_memory(sum(blocks) + 1, **slots)
+    memory = model.make_memory(sum(blocks) + 1, slots=len(counts))
     pages, first = [], 1
     for count in blocks:
         pages.append(list(range(first, first + count)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import first_line, table
+from benchmarks.common import first_line, has_slots, table
 from benchmarks.models_bench import Bench, fill, free, place_sequences, turns, twin
 from zoo.common import ops
 from zoo.common.program import Program
@@ -145,7 +145,7 @@ def prefill(bench: Bench, documents: int, length: int) -> None:
         return
     servers = {name: twin(bench.source, bench.server, program).eval() for name, program in bench.programs.items()}
     memory, pages = place_sequences(servers["aligned"], [length] * documents)
-    ids, slots = bench.ids(documents * length), list(range(1, documents + 1)) if "full" in vars(bench.config) else []
+    ids, slots = bench.ids(documents * length), range(1, documents + 1) if has_slots(bench.config) else ()
     starts = torch.arange(0, documents * length + 1, length, device=bench.device)
     wanted = starts[1:] - 1
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.admit import admit
-from benchmarks.common import Budget, Recorder, about, geometry, table
+from benchmarks.common import Budget, Recorder, about, geometry, has_slots, table
 from benchmarks.engines import PROMPT, Contender, Measure
 from zoo.verify.subject import SIZES
 
@@ -304,7 +304,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--size", default="8b")
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
-    made.add_argument("--contenders", help="of zoo, stock, deterministic, by commas; all by default")
+    made.add_argument("--contenders", help="of zoo, stock, eager-prefill, deterministic, by commas; all but eager-prefill by default")
     made.add_argument("--loads", default=LOADS, help="batch x new tokens, by commas, in the order measured")
     made.add_argument("--turns", type=int, default=1)
     made.add_argument("--context", type=int, help=f"the servers' context length; {CONTEXT} or what the loads need")
@@ -355,7 +355,7 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
     logs, checkpoint = given.logs or folder / "logs", given.checkpoint or folder / "weights"
     logs.mkdir(parents=True, exist_ok=True)
     env = environment(Path.home() / ".cache" / "deep_gemm")
-    hybrid = "full" in vars(config)
+    hybrid = has_slots(config)
     shared = {"arch": given.arch, "size": given.size, "layers": config.layers, "prompt": PROMPT}
     common = engine_arguments(str(checkpoint), loads, given.context, hybrid=False)
     wanted = (given.contenders or "zoo,stock,deterministic").split(",")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import first_line, geometry
+from benchmarks.common import first_line, geometry, has_slots
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -87,7 +87,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self.config, self.trainer, self.server = geometry(self.arch, self.size, self.layers)
-        self.hybrid = "full" in vars(self.config)
+        self.hybrid = has_slots(self.config)
         if self.hybrid:
             self.config = _wrapped(self.config)
         self.page = 80 if self.config.head_dim > 128 else 128

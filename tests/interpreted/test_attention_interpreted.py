@@ -271,8 +271,8 @@ def test_page_tables_do_not_share(way: str, fa4: StandIn) -> None:
 
 
 @pytest.mark.parametrize("way", ["paged", "decode"])
-def test_a_table_in_the_place_of_another_is_not_taken_for_it(way: str, fa4: StandIn) -> None:
-    """The entry keeps its table: memory that was given back could hold the next one."""
+def test_an_entry_keeps_its_page_table(way: str, fa4: StandIn) -> None:
+    """Else the memory that a table gave back could hold the next one, which would be taken for it."""
     layer, rows, table = operands(way)
     assert table is not None
     layer(rows, table)
@@ -304,6 +304,7 @@ def test_rows_do_not_share(way: str, fa4: StandIn) -> None:
 def test_segments_do_not_share(size: int, fa4: StandIn) -> None:
     q, k, v = documents()
     rows = packed_rows()
-    attention(q, k, v, None, rows)
+    first = attention(q, k, v, None, rows)[0]
     wanted = kernels.attention_fa4(q, k, v, None, replace(rows), SCALE, size)[0]
     assert same(kernels.attention_fa4(q, k, v, None, rows, SCALE, size)[0], wanted)
+    assert same(first, wanted) == (size == SEGMENT)  # the control: other segments are other bytes

@@ -68,8 +68,10 @@ def test_few_rows_hold_all_logits_and_more_a_chunk(monkeypatch: pytest.MonkeyPat
     with Largest() as few:
         head = score((args[0][:5], args[1], args[2][:5]), PROGRAM, None)
     assert few.numel >= 5 * vocabulary
-    kept = [t[:5].clone() for t in (scores.log_prob_R, scores.lse_R, scores.entropy_R)]
-    assert_same_bytes([head.log_prob_R, head.lse_R, head.entropy_R], kept)
+    found, columns = [head.log_prob_R, head.lse_R, head.entropy_R], (scores.log_prob_R, scores.lse_R, scores.entropy_R)
+    assert_same_bytes(found, [t[:5].clone() for t in columns])
+    with pytest.raises(LawBroken):  # the control: the rows behind them
+        assert_same_bytes(found, [t[5:10].clone() for t in columns])
 
 
 def _stats(functions: Any, logits: Tensor, targets: Tensor, columns: int, group: int) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -22,7 +22,8 @@ CONTRACT = Contract(
     shapes="q_RHE, keys and values packed [R, G, E] or paged [P, page, G, E] with a page table -> o_RHE; H a multiple of G",
     rounds="probabilities to the program's dtype before the product with values; the output once; with key segments each segment's "
     "output too, before the left-to-right merge in FP32",
-    adds="key tiles in one fixed direction inside a segment (FA4: downwards; reference: upwards), segments left to right",
+    adds="key tiles in one fixed direction inside a segment (FA4: downwards; reference: upwards), segments left to right (FA4: times "
+    "exp(lse - the row's largest lse), an FMA each, one division; reference: two by two); one segment alone keeps its bytes",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="flash backward from the saved output and log-sum-exp, deterministic order",
     launch="training reads packed rows, serving reads pages; decode runs all segments of a sequence side by side; a masked weight of 0 "

@@ -76,7 +76,7 @@ def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
         torch.empty(experts + 1, **integers),
     )
     bins = max(32, triton.next_power_of_2(experts))
-    if pairs * max(experts, 128) < ONE_LAUNCH:  # about as many programs run side by side
+    if pairs * max(experts, 128) < ONE_LAUNCH:  # about 128 programs run side by side: fewer experts count no sooner
         _lay_out_kernel[(experts + 1,)](
             chosen, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, tiles,
             EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=512 if pairs <= 512 else 2048, num_warps=4 if pairs <= 512 else 8,

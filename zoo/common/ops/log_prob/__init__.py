@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.log_prob.backward import ROW_CHUNK, VOCABULARY_CHUNK, through_logits
 from zoo.common.program import Program
 
-# columns of the vocabulary whose logits exist at once; a multiple of the group, so it moves no byte
-VOCABULARY_CHUNK = 16384
-ROW_CHUNK = 4096
 # few rows take the whole vocabulary at once, while that holds no more than a chunk does (256 MiB)
 WHOLE_LOGITS = ROW_CHUNK * VOCABULARY_CHUNK
 
@@ -27,7 +25,7 @@ CONTRACT = Contract(
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
     "are recomputed, chunks added in FP32",
-    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26; else it walks chunks of rows and vocabulary",
+    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26 of them; else chunks of rows and vocabulary",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
@@ -65,7 +63,7 @@ class _LogProb(OpFunction):
             row = slice(r, min(r + ROW_CHUNK, rows))
             temperature = None if inverse_temperature is None else inverse_temperature[row]
             # a buffer each: slices of one would be aligned by the row count, and each alignment compiles again
-            stats = [selected.new_empty(row.stop - r, -(-vocabulary // group)) for _ in range(3)]
+            stats = tuple(selected.new_empty(row.stop - r, -(-vocabulary // group)) for _ in range(3))
             columns = vocabulary if (row.stop - r) * vocabulary <= WHOLE_LOGITS else VOCABULARY_CHUNK
             for c in range(0, vocabulary, columns):
                 logits = _logits(hidden[row], weight[c : c + columns], temperature, program)
@@ -79,32 +77,15 @@ class _LogProb(OpFunction):
     @closed_form
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, targets, inverse_temperature, lse, mean = ctx.saved_tensors
-        grad_of_logits = ctx.provider.function("backward")
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.empty_like(weight)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        partial = [torch.zeros_like(hidden[:0], dtype=accumulate)]
-        total_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else partial[0]
-        for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
-            part = weight[c : c + VOCABULARY_CHUNK]
-            total_weight = torch.zeros(part.shape, dtype=accumulate, device=weight.device) if needs_weight else partial[0]
-            for r in range(0, hidden.shape[0], ROW_CHUNK):
-                row = slice(r, min(r + ROW_CHUNK, hidden.shape[0]))
-                temperature = None if inverse_temperature is None else inverse_temperature[row]
-                logits = _logits(hidden[row], part, temperature, ctx.program)
-                d_logits = grad_of_logits(
-                    logits, lse[row], mean[row], targets[row] - c, grad[row], grad_lse[row], grad_entropy[row], temperature, hidden.dtype
-                )
-                if needs_hidden:
-                    total_hidden[row] += d_logits @ part
-                if needs_weight:
-                    total_weight += d_logits.T @ hidden[row]
-            if needs_weight:
-                grad_weight[c : c + VOCABULARY_CHUNK] = total_weight
-        if needs_hidden:
-            grad_hidden.copy_(total_hidden)
-        return grad_hidden if needs_hidden else None, grad_weight if needs_weight else None, None, None, None, None
+        logit_grad = ctx.provider.function("backward")
+
+        def grad_of_logits(row: slice, first: int, part: Tensor) -> Tensor:
+            scale = None if inverse_temperature is None else inverse_temperature[row]
+            logits = _logits(hidden[row], part, scale, ctx.program)
+            grads = (grad[row], grad_lse[row], grad_entropy[row])
+            return logit_grad(logits, lse[row], mean[row], targets[row] - first, *grads, scale, hidden.dtype)
+
+        return *through_logits(hidden, weight, ctx.needs_input_grad[:2], grad_of_logits), None, None, None, None
 
 
 @observed(CONTRACT)

@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo.common.ops.tree_kernels import EXACT, pair_tree
 from zoo.common.ops.trees import padded_width
 
-TILE = 2048  # logits that share a program
+LOGITS_EACH = 2048  # of a program that reduces groups
 BLOCK = 1024
 
 
@@ -61,7 +61,7 @@ def _write_stats(
     if logits.numel():
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         block = padded_width(group)
-        tile = max(1, TILE // block)
+        tile = max(1, LOGITS_EACH // block)
         _group_stats[(rows, triton.cdiv(triton.cdiv(width, group), tile))](
             logits, targets, selected, *stats, logits.stride(0), width, first, stats[0].shape[1],
             SELECT=targets is not None, GROUP=group, TILE=tile, BLOCK=block, num_warps=4, **EXACT,

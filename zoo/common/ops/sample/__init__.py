@@ -33,7 +33,8 @@ CONTRACT = Contract(
     "two bits choose the word",
     laws=("row", "place", "fusion", "repeat"),
     backward="log_prob's on the kept tokens; the support is a constant; a target outside it gives no gradient",
-    launch="filters and temperature are skipped where the host knows that no row has them; the replay holds 128 rows' logits",
+    launch="filters and temperature are skipped where the host knows that no row has them; more programs share a row where there are few "
+    "rows (CUDA); the replay holds 128 rows' logits",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:draw", _GRAD.format("reference"), defining=True),
         Provider("triton", "fixed_point", "cuda", f"{__name__}.kernels:draw", _GRAD.format("kernels"), defining=True),

@@ -17,7 +17,7 @@ from zoo.common.ops.tree_kernels import EXACT
 FIRST_THRESHOLDS, FIRST_STEP, THRESHOLDS = 8, 2.0, 16
 # how often the range is narrowed, until at most LISTED tokens are left in it; of more, one program alone searches the row
 ROUNDS, LISTED = 3, 4096
-# columns that a program reads at once, and up to how many rows that many of them are its share of a row
+# columns that a program reads at once; (rows, chunks): of up to so many rows a program's share of each is so many chunks of columns
 CHUNK, SHARES = 1024, ((8, 2), (96, 8), (1 << 31, 32))
 # columns that the last program reads at once of a list, and of a whole row
 LIST_BLOCK, ROW_BLOCK = 1024, 4096

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import CONTRACTS, OpFunction, closed_form
-from zoo.common.ops.log_prob import ROW_CHUNK, VOCABULARY_CHUNK, log_prob_of_logits, logits
+from zoo.common.ops.log_prob import log_prob_of_logits, logits
+from zoo.common.ops.log_prob.backward import through_logits
 from zoo.common.program import Program
 
 if TYPE_CHECKING:
@@ -63,29 +64,17 @@ class ScoreFiltered(OpFunction):
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """log_prob's walk over chunks of the vocabulary; the cut is known, so no row's whole logits are needed again."""
+        """By chunks of the vocabulary, as log_prob's; the cut is known, so no row's whole logits are needed again."""
         hidden, weight, targets, scored, lse, logit, last = ctx.saved_tensors
         program, rows = ctx.program, ctx.rows
-        grad_of_logits = CONTRACTS["sample"].provider(program).function("backward")
+        logit_grad = CONTRACTS["sample"].provider(program).function("backward")
         grad = torch.where(scored == -torch.inf, 0.0, grad)
         none = torch.zeros_like(grad)
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        total_hidden = torch.zeros(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        for c in range(0, weight.shape[0], VOCABULARY_CHUNK):
-            part = weight[c : c + VOCABULARY_CHUNK]
-            total_weight = torch.zeros(part.shape, dtype=accumulate, device=weight.device) if needs_weight else None
-            for r in range(0, hidden.shape[0], ROW_CHUNK):
-                b = slice(r, r + ROW_CHUNK)
-                scaled = scale_logits(logits(hidden[b], part, program=program), rows[b])
-                kept = restrict(scaled, (logit[b], last[b]), program, c, FAR)
-                scale = rows.inverse_temperature_R[b]
-                d_logits = grad_of_logits(kept, lse[b], none[b], targets[b] - c, grad[b], none[b], none[b], scale, hidden.dtype)
-                if total_hidden is not None:
-                    total_hidden[b] += d_logits @ part
-                if total_weight is not None:
-                    total_weight += d_logits.T @ hidden[b]
-            if grad_weight is not None and total_weight is not None:
-                grad_weight[c : c + VOCABULARY_CHUNK] = total_weight
-        return None if total_hidden is None else total_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+        def grad_of_logits(row: slice, first: int, part: Tensor) -> Tensor:
+            scaled = scale_logits(logits(hidden[row], part, program=program), rows[row])
+            kept = restrict(scaled, (logit[row], last[row]), program, first, FAR)
+            scale = rows.inverse_temperature_R[row]
+            return logit_grad(kept, lse[row], none[row], targets[row] - first, grad[row], none[row], none[row], scale, hidden.dtype)
+
+        return *through_logits(hidden, weight, ctx.needs_input_grad[:2], grad_of_logits), None, None, None

@@ -1,0 +1,123 @@
+"""Kernels of the recurrent layers' small ops and of gates in Triton's interpreter, in FP32, against the CPU references.
+
+Bytes must be equal where no exp is taken; numpy's exp and torch's differ in the last bits. Heads are columns of wider rows, as a fused
+projection leaves them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from zoo.common.ops.causal_conv import kernels as conv
+from zoo.common.ops.causal_conv import reference as conv_reference
+from zoo.common.ops.delta_gate import kernels as delta_gate
+from zoo.common.ops.delta_gate import reference as delta_gate_reference
+from zoo.common.ops.gated_rms_norm import kernels as gated_rms_norm
+from zoo.common.ops.gated_rms_norm import reference as gated_rms_norm_reference
+from zoo.common.ops.l2_norm import kernels as l2_norm
+from zoo.common.ops.l2_norm import reference as l2_norm_reference
+from zoo.common.ops.output_gate import kernels as output_gate
+from zoo.common.ops.output_gate import reference as output_gate_reference
+from zoo.common.rows import Rows
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    return got.dtype == wanted.dtype and torch.equal(got.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32))
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    """A few ulps of FP32."""
+    assert got.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=2**-20, atol=2**-23)
+
+
+def heads_of(rows: int, heads: int, width: int) -> Tensor:
+    return torch.randn(rows, heads * width + 11)[:, 3 : 3 + heads * width].unflatten(1, (heads, width))
+
+
+@pytest.mark.parametrize("carried", ["no", "by sequence", "by slot"])
+@pytest.mark.parametrize("channels", [5, 513])
+def test_causal_conv(carried: str, channels: int) -> None:
+    """Sequences of 1 to 6 rows: taps before a document's start, from the carry, from the push."""
+    counts, slots = [6, 1, 2, 4], torch.tensor([3, 1, 4, 2])
+    rows = Rows.pushed(counts, None if carried == "no" else [9, 3, 1, 64], "cpu")
+    x, weight = torch.randn(rows.count, channels + 7)[:, :channels], torch.randn(channels, 4)
+    carry = None if carried == "no" else torch.randn(len(counts) + (carried == "by slot"), 3, channels)
+    slots_N = slots if carried == "by slot" else None
+    got = conv.causal_conv(x, weight, carry, slots_N, rows)
+    close(got, conv_reference.causal_conv(x, weight, carry, slots_N, rows))
+    with pytest.raises(AssertionError):  # the control: taps newest first
+        close(got, conv_reference.causal_conv(x, weight.flip(1), carry, slots_N, rows))
+    if carry is not None:
+        with pytest.raises(AssertionError):  # the control: another sequence's rows before the push
+            close(got, conv_reference.causal_conv(x, weight, carry.roll(1, 0), slots_N, rows))
+
+
+def test_carries_advance() -> None:
+    counts, slots = [6, 1, 2, 3], torch.tensor([3, 1, 4, 2])
+    rows = Rows.pushed(counts, [9, 3, 1, 64], "cpu")
+    x, carry = torch.randn(rows.count, 520)[:, :515], torch.randn(6, 3, 515)
+    got, wanted, before = carry.clone(), carry.clone(), carry
+    conv.advance(x, got, slots, rows)
+    conv_reference.advance(x, wanted, slots, rows)
+    assert same(got, wanted)
+    assert same(got[[0, 5]], before[[0, 5]])
+    assert not any(same(got[s], before[s]) for s in slots.tolist())
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 16), (9, 128), (5, 100)])
+def test_l2_norm(heads: int, width: int) -> None:
+    x = heads_of(4, heads, width)
+    x[1, 0] = 0.0
+    x[2, 0] = -0.0
+    got = l2_norm.l2_norm(x, 1e-6)
+    assert same(got, l2_norm_reference.l2_norm(x, 1e-6))
+    assert not same(got, l2_norm_reference.l2_norm(x, 1e-2))
+    assert l2_norm.l2_norm(x[:0], 1e-6).shape == (0, heads, width)
+
+
+# NumPy, where the hardware says nothing: exp(200) is infinite on purpose, and 0 / 0 of a log1p that is not taken
+@pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("heads", [1, 5, 32])
+def test_delta_gate(heads: int) -> None:
+    wide = torch.randn(7, 2 * heads + 9) * 5
+    a, b = wide[:, :heads], wide[:, heads : 2 * heads]
+    a[:4], b[:4] = torch.tensor([-200.0, -17.0, 30.0, 200.0])[:, None], torch.tensor([-200.0, -1.0, 30.0, 200.0])[:, None]
+    a_log, dt_bias = torch.randn(heads), torch.randn(heads)
+    got, wanted = delta_gate.delta_gate(a, b, a_log, dt_bias), delta_gate_reference.delta_gate(a, b, a_log, dt_bias)
+    swapped = delta_gate_reference.delta_gate(b, a, a_log, dt_bias)
+    for one, other, wrong in zip(got, wanted, swapped, strict=True):
+        close(one, other)
+        with pytest.raises(AssertionError):  # the control: the two columns of the projection exchanged
+            close(one, wrong)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 16), (9, 128), (5, 100)])
+def test_gated_rms_norm(heads: int, width: int) -> None:
+    x, gate, weight = torch.randn(4, heads, width), heads_of(4, heads, width), torch.randn(width)
+    got = gated_rms_norm.gated_rms_norm(x, gate, weight, 1e-6)
+    close(got, gated_rms_norm_reference.gated_rms_norm(x, gate, weight, 1e-6))
+    with pytest.raises(AssertionError):
+        close(got, gated_rms_norm_reference.gated_rms_norm(x, gate, 1 + weight, 1e-6))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 16), (5, 300)])
+@pytest.mark.parametrize("gate_of", ["columns", "heads", "row"])
+def test_output_gate(heads: int, width: int, gate_of: str) -> None:
+    """A gate for every column, of rows or of strided heads, or one for the whole row (the shared expert's)."""
+    x, gate = torch.randn(4, heads, width), heads_of(4, heads, width)
+    if gate_of != "heads":
+        x = x.flatten(1)
+        gate = gate.flatten(1) if gate_of == "columns" else torch.randn(4, 1)
+    got = output_gate.output_gate(x, gate)
+    close(got, output_gate_reference.output_gate(x, gate))
+    with pytest.raises(AssertionError):  # the control: another row's gate
+        close(got, output_gate_reference.output_gate(x, gate.roll(1, 0)))
