@@ -4,9 +4,9 @@
 # `a+b` runs stages side by side, `+a` beside all that follow. Nothing is timed in
 #   admit, tests, laws, attention, warm, compile, rungs, live,
 #   ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _moe, _moe35, _qwen35, and by HTTP
-#   proof_http, _http_moe, _http35).
+#   proof_http, _http_moe, _http35, _http_qwen35).
 # The others have the GPU alone, faster once `compile` has been:
-#   dense, speed, speed35, speed_moe, speed_qwen35, long, train, train35, moe35, moe, qwen35, linear, ops.
+#   dense, speed, speed35, speed_moe, speed_qwen35, speed_triton, long, train, train35, moe35, moe, qwen35, linear, ops.
 # PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live) sglang importable. OUT gets summary.txt, logs.txt and rows;
 # a run that is cut short keeps what was finished. Stages and runs on one machine share what was compiled.
 set -uo pipefail
@@ -222,6 +222,7 @@ proof() {
 stage_proof_dense() { proof proof_dense qwen3 --size 8b --no-http; }
 stage_proof_http() { proof proof_http qwen3 --size 8b --no-engine; }
 stage_proof_http_moe() { proof proof_http_moe qwen3_moe --size 30b-a3b --layers 8 --no-engine; }
+stage_proof_http_qwen35() { proof proof_http_qwen35 qwen3_5 --size 4b --no-engine; }
 stage_proof_http35() { proof proof_http35 qwen3_5_moe --size 35b-a3b --layers 8 --no-engine; }
 stage_proof_moe() { proof proof_moe qwen3_moe --size 30b-a3b --layers 8 --no-http; }
 stage_proof_moe35() { proof proof_moe35 qwen3_5_moe --size 35b-a3b --layers 8 --no-http; }
@@ -278,6 +279,7 @@ speed() {
 stage_speed() { speed speed 300 qwen3 --size 8b; }
 stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8; }
 stage_speed_qwen35() { speed speed_qwen35 240 qwen3_5 --size 4b; }
+stage_speed_triton() { speed speed_triton 240 qwen3 --size 8b --contenders zoo,stock --backends triton; }
 stage_speed_moe() { speed speed_moe 200 qwen3_moe --size 30b-a3b --layers 8; }
 
 stage_long() {

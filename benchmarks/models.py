@@ -155,7 +155,7 @@ def _plan(
     if "train" in parts:
         yield "train", lambda: train(bench, *size)
     if "long" in parts:
-        yield "long", lambda: train(bench, 1, LONG, "long", (True,), rounds=1)
+        yield "long", lambda: train(bench, 1, LONG, "long", (True,), rounds=2)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Bench:
     server: type[Any]
     budget: Budget
     record: Recorder
-    rounds: int = 5
+    rounds: int = 6
     broken: str = ""
     providers: dict[str, str] = field(default_factory=dict)
 

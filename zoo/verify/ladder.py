@@ -192,16 +192,16 @@ class Ladder:
     def _same_gradients(self, rung: int, what: str, *, checkpointed: bool) -> None:
         self.say(what)
         first = {name: gradient.cpu() for name, gradient in self._gradients(False).items()}  # a GPU may not hold both
-        tally, zeros = Tally(), []
+        tally, unusable = Tally(), []
         for name, other in self._gradients(checkpointed).items():
             gradient = first[name].to(other.device)
             tally.bytes(gradient.flatten(), other.flatten(), name)
             if tally.spot is not None:
                 self._place(name, "gradient", tally.spot)
             if not gradient.any() or not gradient.isfinite().all():
-                zeros.append(name)
+                unusable.append(name)
         tally.heat.clear()
-        why = f"the gradients of {', '.join(zeros[:3])} are zero or not finite" if zeros else None
+        why = f"the gradients of {', '.join(unusable[:3])} are zero or not finite" if unusable else None
         self._add(tally.row(rung, what, why), tally)
 
     def _gradients(self, checkpointed: bool) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ def _fa4_serves(head_dim: int, query_heads: int, kv_heads: int) -> bool:
 
 CONTRACT = Contract(
     name="attention",
-    version=1,
+    version=2,
     shapes="q_RHE, keys and values packed [R, G, E] or paged [P, page, G, E] with a page table -> o_RHE; H a multiple of G",
     rounds="probabilities to the program's dtype before the product with values; the output once; with key segments each segment's "
     "output too, before the left-to-right merge in FP32",

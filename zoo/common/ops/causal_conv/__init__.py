@@ -43,14 +43,14 @@ class _CausalConv(OpFunction):
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None, None
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None
 
 
 @observed(CONTRACT)
 def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows, *, program: Program) -> Tensor:
     """silu(conv(x)). A `ConvCarry`'s slots advance in place. ValueError if the weight is not [C, 4].
 
-    Gradients are for whole documents, or parts with a constant carry.
+    Gradients are for whole documents and for parts of them, then also of the rows that a `PackedDelta` carries in.
     """
     if weight_C4.shape != (x_RC.shape[1], 4):
         raise ValueError(f"causal_conv: rows of {x_RC.shape[1]} channels, a weight of shape {tuple(weight_C4.shape)}")

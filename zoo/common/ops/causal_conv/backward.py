@@ -9,8 +9,10 @@ from zoo.common.ops.causal_conv.taps import TAPS, sum_taps, tap
 from zoo.common.rows import Rows
 
 
-def causal_conv_backward(grad: Tensor, x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+def causal_conv_backward(
+    grad: Tensor, x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and the carried rows [N, 3, C]; of these None where there are none."""
     accumulate = torch.promote_types(x_RC.dtype, torch.float32)
     weight = weight_C4.to(accumulate)
     y = sum_taps(x_RC, weight, carry, None, rows)
@@ -22,4 +24,17 @@ def causal_conv_backward(grad: Tensor, x_RC: Tensor, weight_C4: Tensor, carry: T
         back = TAPS - 1 - j
         grad_x += torch.where((left_R > back)[:, None], inner.roll(-back, 0), 0.0) * weight[:, j]
         grad_weight[:, j] = (inner * tap(x_RC, back, carry, None, rows).to(accumulate)).sum(0)
-    return grad_x.to(x_RC.dtype), grad_weight.to(weight_C4.dtype)
+    grad_carry = None if carry is None else _of_carry(inner, weight, rows).to(carry.dtype)
+    return grad_x.to(x_RC.dtype), grad_weight.to(weight_C4.dtype), grad_carry
+
+
+def _of_carry(inner_RC: Tensor, weight_C4: Tensor, rows: Rows) -> Tensor:
+    """Carried row i stands 3 - i rows before its sequence's first, so row t sees it through the tap 3 - i + t rows back."""
+    starts = rows.starts_N1.long()
+    first, count = starts[:-1], starts.diff()
+    out = inner_RC.new_zeros(count.shape[0], TAPS - 1, inner_RC.shape[1])
+    for i in range(TAPS - 1):
+        for t in reversed(range(i + 1)):  # taps oldest first, as in the gradient of rows
+            seen = inner_RC[(first + t).clamp(max=inner_RC.shape[0] - 1)] * weight_C4[:, i - t]
+            out[:, i] += torch.where((t < count)[:, None], seen, 0.0)
+    return out
