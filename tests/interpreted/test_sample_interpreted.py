@@ -133,6 +133,25 @@ def test_cut_of_filters_without_sense() -> None:
     assert x[5, found[1][5]] == x[5].amax()
 
 
+def test_operands_may_lie_in_memory_in_any_way() -> None:
+    """Logits by columns or with gaps, and one parameter for all rows, as views without copies."""
+    x = rows_of_kind("normal", 4, 300).contiguous()
+    one = (torch.tensor([20]), torch.tensor([MASS_ONE // 2]), torch.tensor([0.01]))
+    draw = (torch.tensor([7]), torch.tensor([40]), torch.tensor([False]))
+
+    def results(logits: Tensor, columns: list[Tensor]) -> list[Tensor]:
+        cut = kernels.cut(logits, logits.contiguous().logsumexp(1), *columns[:3])
+        return [*cut, kernels.restrict(logits, *cut, 0, -1e30), kernels.draw(logits, *columns[3:])]
+
+    plain = results(x, [t.repeat(4) for t in (*one, *draw)])
+    spread = [t.expand(4) for t in (*one, *draw)]
+    for logits in (x.T.contiguous().T, torch.stack([x, -x], 2)[..., 0], torch.cat([x, x], 1)[:, :300]):
+        assert not logits.is_contiguous() and torch.equal(logits, x)
+        assert_same_bytes(results(logits, spread), plain)
+    with pytest.raises(LawBroken):  # control: the same memory in another order
+        assert_same_bytes(results(x.view(300, 4).T, spread), plain)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])
 def test_draw_is_the_reference(vocabulary: int) -> None:
     x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 0.3

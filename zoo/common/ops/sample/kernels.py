@@ -383,7 +383,9 @@ def cut(
     logit, last, peak = empty(rows, dtype=torch.float32), empty(rows), empty(rows, blocks, dtype=torch.float32)
     if not rows:
         return logit, last
-    row, size = (logits_RV, lse_R, top_k_R, mass_limit_R, min_p_R), (blocks, width, logits_RV.stride(0))
+    logits = _columns_side_by_side(logits_RV)
+    row = (logits, *(t.contiguous() for t in (lse_R, top_k_R, mass_limit_R, min_p_R)))
+    size = (blocks, width, logits.stride(0))
     found = (empty(rows, blocks), empty(rows, LISTED, dtype=torch.float32), empty(rows, LISTED, dtype=torch.int32))
     # layouts of fewer than 32 blocks spill registers
     padded, options = max(32, triton.next_power_of_2(blocks)), {"num_warps": WARPS, **EXACT}
@@ -397,6 +399,11 @@ def cut(
     kind = {"BLOCKS": padded, "LIST_BLOCK": LIST_BLOCK, "ROW_BLOCK": ROW_BLOCK}
     _last_kernel[rows,](*row, state, *found, logit, last, *size, **kind, **options)
     return logit, last
+
+
+def _columns_side_by_side(x_RV: Tensor) -> Tensor:
+    """Rows may be strided, columns may not."""
+    return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
 
 
 @triton.jit
@@ -415,8 +422,8 @@ def restrict(logits_RC: Tensor, logit_R: Tensor, last_R: Tensor, first: int, fil
     out = torch.empty_like(logits_RC, memory_format=torch.contiguous_format)
     if rows:
         grid = (triton.cdiv(width, RESTRICT_BLOCK), rows)
-        stride = logits_RC.stride(0)
-        _restrict_kernel[grid](logits_RC, out, logit_R, last_R, width, stride, first, fill, BLOCK=RESTRICT_BLOCK, num_warps=4)
+        logits = _columns_side_by_side(logits_RC)
+        _restrict_kernel[grid](logits, out, logit_R, last_R, width, logits.stride(0), first, fill, BLOCK=RESTRICT_BLOCK, num_warps=4)
     return out
 
 
@@ -484,7 +491,8 @@ def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, greedy_R: Tensor
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits_RV.device)
     token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     if rows:
-        row = (seed_R, position_R, greedy_R.view(torch.int8), best, ids)
-        _draw_kernel[(blocks, rows)](logits_RV, *row, width, logits_RV.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT)
+        logits = _columns_side_by_side(logits_RV)
+        row = (seed_R.contiguous(), position_R.contiguous(), greedy_R.contiguous().view(torch.int8), best, ids)
+        _draw_kernel[(blocks, rows)](logits, *row, width, logits.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT)
         _merge_kernel[(rows,)](best, ids, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return token
