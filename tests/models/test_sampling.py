@@ -172,6 +172,20 @@ def test_support_at_exact_boundaries() -> None:
     assert SamplingParams(top_p=0.1).mass_limit == (0.1).as_integer_ratio()[0] * MASS_ONE // (0.1).as_integer_ratio()[1]
 
 
+def test_the_mass_of_equal_tokens_ends_before_int64() -> None:
+    """FP32 rounds the log-sum-exp of huge logits; of one below 2^26 a row's mass stays countable."""
+    params = SamplingParams(top_p=0.5)
+    rows = rows_of([params])
+
+    def same(logit: float, equals: int) -> bool:
+        x = torch.tensor([[logit] * equals + [logit / 2] * 5])
+        scaled, lse = scaled_and_lse(x, rows)
+        return support(scaled, lse, rows, PROGRAM)[0].tolist() == support_by_hand(scaled[0], lse[0], params)
+
+    assert all(same(2.0**26 - 32, equals) and same(2.0**25 - 2, equals) for equals in (1, 2, 3, 4, 7, 8, 9, 21, 60, 500))
+    assert not same(2.0**26, 8)  # control: beyond, a log-sum-exp rounded by 2.08 leaves eight tokens of probability 1
+
+
 def test_filters_act_jointly() -> None:
     """One after another, top_p would renormalise the two tokens that top_k leaves and drop the second; jointly it stays."""
     x = torch.log(torch.tensor([[0.35, 0.25, 0.2, 0.2]]))
