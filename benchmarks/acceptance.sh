@@ -10,9 +10,9 @@
 # PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live) sglang importable. OUT gets summary.txt, logs.txt and rows;
 # a run that is cut short keeps what was finished. Stages and runs on one machine share what was compiled.
 set -uo pipefail
-py=${1:?a python} out=${2:?a folder} limit=${3:?seconds}
+[ $# -ge 4 ] || { sed -n "2,11s/^# //p" "$0" >&2; exit 2; }
+py=$1 out=$2 limit=$3
 shift 3
-[ $# -gt 0 ] || { echo "no stage is named" >&2; exit 2; }
 [[ $py != */* || $py == /* ]] || py=$PWD/$py
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

@@ -340,7 +340,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if importlib.util.find_spec("sglang") is None:
-        print("sglang is not installed: pip install 'aligned-zoo[sglang]' on a machine with a CUDA GPU", file=sys.stderr)
+        print(
+            "sglang is not installed: pip install -c constraints/sglang.txt '.[sglang]' in a checkout, on a machine with a CUDA GPU",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory() as folder:
         return _run(given, config, loads, Path(folder), say)

@@ -54,5 +54,7 @@ if __name__ == "__main__":
         from benchmarks.decisions.sections import run
 
         run(sys.argv[sys.argv.index("--section") + 1:])
+    elif set(sys.argv[1:]) - set(ALL):
+        sys.exit(f"python -m benchmarks.decisions [SECTION ...], of {' '.join(ALL)}; all by default")
     else:
         driver(sys.argv[1:] or ALL)

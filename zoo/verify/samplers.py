@@ -39,7 +39,7 @@ def check_engine(engine: str, device: str) -> None:
     if engine == "sglang" and not device.startswith("cuda"):
         raise ValueError(f"--engine sglang needs a GPU, the ladder runs on {device}")
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ValueError("--engine sglang needs SGLang: pip install 'aligned-zoo[sglang]' with Python 3.12")
+        raise ValueError("--engine sglang needs SGLang: pip install -c constraints/sglang.txt '.[sglang]' in a checkout, Python 3.12")
 
 
 class Embedded:
