@@ -2,15 +2,16 @@
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
 # `a+b` runs stages side by side, `+a` beside all that follow. Nothing is timed in
-#   admit, tests, laws, attention, warm, compile, rungs, live,
+#   admit, tests, laws, attention, warm, compile, live, rungs (or rungs_dense, _moe35, _qwen35 of them),
 #   ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _moe, _moe35, _qwen35, and by HTTP
 #   proof_http, _http_moe, _http35, _http_qwen35).
 # The others have the GPU alone, faster once `compile` has been:
-#   dense, speed, speed35, speed_moe, speed_qwen35, speed_triton, long, train, train35, moe35, moe, qwen35, linear, ops.
+#   dense, speed, speed35, speed_moe, speed_qwen35, speed_triton, long, train, train35, train_qwen35, moe35, moe, qwen35, linear,
+#   ops.
 # PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live) sglang importable. OUT gets summary.txt, logs.txt and rows;
 # a run that is cut short keeps what was finished. Stages and runs on one machine share what was compiled.
 set -uo pipefail
-[ $# -ge 4 ] || { sed -n "2,11s/^# //p" "$0" >&2; exit 2; }
+[ $# -ge 4 ] || { sed -n "2,12s/^# //p" "$0" >&2; exit 2; }
 py=$1 out=$2 limit=$3
 shift 3
 [[ $py != */* || $py == /* ]] || py=$PWD/$py
@@ -193,13 +194,15 @@ stage_ladder_qwen35() { third qwen35 400 qwen3_5 --size 4b; }
 stage_ladders() { for name in moe35 qwen35 moe dense; do "stage_ladder_$name"; done; }
 
 # the trainer alone, its gradients too: up to 80 GB
-stage_rungs() {
-  climb ladder_rungs_dense 200 1,2 qwen3 --size 8b --lengths 600,4096
-  stage "rungs 1 and 2 of Qwen3-8B" 14 ladder_rungs_dense
-  climb ladder_rungs_moe35 200 1,2 qwen3_5_moe --size 35b-a3b --layers 8 --lengths 600,4096
-  stage "rungs 1 and 2 of 35B-A3B" 14 ladder_rungs_moe35
+first() {
+  climb "ladder_rungs_$1" 300 "$2" "${@:3}" --lengths 600,4096
+  stage "rungs $2 of ${*:3}" 18 "ladder_rungs_$1"
   ladders
 }
+stage_rungs_dense() { first dense 1,2 qwen3 --size 8b; }
+stage_rungs_moe35() { first moe35 1,2 qwen3_5_moe --size 35b-a3b --layers 8; }
+stage_rungs_qwen35() { first qwen35 1,2,4 qwen3_5 --size 4b; }
+stage_rungs() { for name in dense moe35 qwen35; do "stage_rungs_$name"; done; }
 
 # an engine samples, another process scores; then again after optimizer steps
 stage_live() {
@@ -280,7 +283,7 @@ stage_speed() { speed speed 300 qwen3 --size 8b; }
 stage_speed35() { speed speed35 240 qwen3_5_moe --size 35b-a3b --layers 8; }
 stage_speed_qwen35() { speed speed_qwen35 240 qwen3_5 --size 4b; }
 stage_speed_triton() { speed speed_triton 240 qwen3 --size 8b --contenders zoo,stock --backends triton; }
-stage_speed_moe() { speed speed_moe 200 qwen3_moe --size 30b-a3b --layers 8; }
+stage_speed_moe() { speed speed_moe 240 qwen3_moe --size 30b-a3b --layers 8; }
 
 stage_long() {
   job long 80 "$py" -m benchmarks.models qwen3 --size 8b --what long --budget 75 "${shared[@]}"
@@ -295,6 +298,11 @@ stage_train() {
 stage_train35() {
   job train35 50 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what train --budget 45 "${shared[@]}"
   stage "35B-A3B: train step of 4 layers" 5 train35
+}
+
+stage_train_qwen35() {
+  job train_qwen35 80 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --budget 75 "${shared[@]}"
+  stage "Qwen3.5-4B: train step" 5 train_qwen35
 }
 
 stage_moe35() {

@@ -36,7 +36,10 @@ MILESTONES = re.compile(r"Load weight (begin|end)|KV Cache is allocated|Capture 
 
 @dataclass(frozen=True)
 class Measure:
-    """kind: `load` (batch x new tokens), `prefill` (whole prompts, one token each), `first` (one request, one token), `profile`."""
+    """kind: `load` (batch x new tokens), `prefill` (whole prompts, one token each), `first` (one request, one token), or a profile.
+
+    `decode profile` is of decode steps, `prefill profile` of the batches that prompts are cut into.
+    """
 
     kind: str
     batch: int
@@ -54,7 +57,7 @@ class Measure:
     def seconds(self) -> float:
         """What it takes on an 8B model, compilation left out; only a first guess for the time budget."""
         once = 0.01 * self.new + self.batch * PROMPT / 3e4
-        return once * {"load": 1, "prefill": 2, "first": 3, "profile": 4}[self.kind] + 2
+        return once * {"load": 1, "prefill": 2, "first": 3, "decode profile": 4, "prefill profile": 4}[self.kind] + 2
 
 
 class Contender:
@@ -210,7 +213,7 @@ class Bench:
         elif measure.kind == "first":
             found = {"ms": 1e3 * min(self.call(batch, 1) for _ in range(3))}
         else:
-            found = self.profile(batch)
+            found = self.profile(batch, measure.kind == "prefill profile")
         return {**found, "warm_s": warm, "took_s": time.perf_counter() - begin}
 
     def heat(self, batch: int) -> float:
@@ -233,19 +236,20 @@ class Bench:
                 raise ValueError(f"{answer['meta_info']['completion_tokens']} tokens came back, {new} were asked for")
         return took
 
-    def profile(self, batch: int) -> dict[str, Any]:
-        """Kernels of decode steps, by SGLang's own profiler."""
+    def profile(self, batch: int, prefill: bool) -> dict[str, Any]:
+        """Kernels of decode steps, or of all batches of a prefill (as one step), by SGLang's own profiler."""
+        stage = "EXTEND" if prefill else "DECODE"
         with tempfile.TemporaryDirectory() as folder:
             self.engine.start_profile(
                 output_dir=folder, num_steps=PROFILED_STEPS, activities=["CPU", "GPU"], profile_by_stage=True, with_stack=False,
                 record_shapes=False, profile_id="decode",
             )  # fmt: skip
             self.call(batch, 4 * PROFILED_STEPS)
-            traces = sorted(Path(folder).glob("*DECODE*.trace.json.gz"))
+            traces = sorted(Path(folder).glob(f"*{stage}*.trace.json.gz"))
             if not traces:
-                raise ValueError("the profiler left no trace of a decode step")
+                raise ValueError(f"the profiler left no trace of {stage}")
             with gzip.open(traces[0], "rt") as file:
-                return kernels_of(json.load(file)["traceEvents"], PROFILED_STEPS)
+                return kernels_of(json.load(file)["traceEvents"], 1 if prefill else PROFILED_STEPS)
 
 
 def kernels_of(events: Iterable[dict[str, Any]], steps: int, most: int = 16) -> dict[str, Any]:

@@ -53,6 +53,11 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return out, total
 
 
+def _wide(x: Tensor) -> Tensor:
+    """FP32 of a narrower type; float64 stays, so that the same lines give the exact result."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,12 +68,12 @@ def norm_rope(
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
+    wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def _turned(x: Tensor, turn: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, -1)
+    first, second = _wide(x).chunk(2, -1)
     cos, sin = turn[..., 0], turn[..., 1]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -150,13 +155,31 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Ten
     return out
 
 
+def recurrent_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """`recurrent_step` over operands [T, N, ...]: the last token's output."""
+    return [recurrent_step(*token, state) for token in zip(q, k, v, log_decay, beta)][-1]
+
+
+def delta_exact(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule in float64, token by token from a state of zero: [R, ...] of one document or [R, N, ...] -> the last token's."""
+    repeat, scale = v.shape[-2] // k.shape[-2], k.shape[-1] ** -0.5
+    q, k, v, decay, beta = (t.double() for t in (q, k, v, log_decay, beta))
+    q, k = (t.repeat_interleave(repeat, -2) for t in (q, k))
+    state = torch.zeros(*v.shape[1:-1], k.shape[-1], v.shape[-1], dtype=torch.float64, device=v.device)
+    for t in range(v.shape[0]):
+        state = state * decay[t].exp()[..., None, None]
+        update = (v[t] - torch.einsum("...k,...ke->...e", k[t], state)) * beta[t][..., None]
+        state = state + k[t][..., :, None] * update[..., None, :]
+    return torch.einsum("...k,...ke->...e", q[-1], state) * scale
+
+
 def fla_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """flash-linear-attention's fused decode step. ImportError where it is not installed."""
+    """flash-linear-attention's fused recurrence from `state` over operands [N, T, ...]: the last token's output. ImportError without it."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     return fused_recurrent_gated_delta_rule(
-        q[:, None], k[:, None], v[:, None], g=log_decay[:, None], beta=beta[:, None], initial_state=state, output_final_state=True
-    )[0][:, 0]
+        q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True
+    )[0][:, -1]
 
 
 def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:

@@ -56,12 +56,17 @@ class Entrant(Protocol):
     def tail(self) -> str: ...
 
 
-def contenders(backends: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name -> engine arguments, in the order of their turns: the zoo, stock, stock without prefill graphs, with deterministic inference."""
+def contenders(backends: Sequence[str], wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> engine arguments, in the order of their first turn. ValueError for one of `wanted` that there is not."""
     stock = {f"stock {b}": {"attention_backend": b} for b in backends}
     eager = {f"eager-prefill {b}": {"attention_backend": b, "cuda_graph_backend_prefill": "disabled"} for b in backends}
     fixed = {f"deterministic {b}": {"attention_backend": b, "enable_deterministic_inference": True} for b in backends}
-    return {ZOO: {"attention_backend": "zoo"}, **stock, **eager, **fixed}
+    made = {ZOO: {"attention_backend": "zoo"}, **stock, **eager, **fixed}
+    kinds = list(dict.fromkeys(name.split()[0] for name in made))
+    for name in wanted:
+        if name not in kinds:
+            raise ValueError(f"--contenders {name!r}: there are {', '.join(kinds)}")
+    return {name: arguments for name, arguments in made.items() if name.split()[0] in wanted}
 
 
 def engine_arguments(path: str, loads: Sequence[Measure], context: int | None, hybrid: bool) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class Race:
         budget: Budget,
         shared: dict[str, Any],
         say: Callable[[str], None],
-        turns: int = 1,
+        turns: int = 2,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.record, self.budget, self.shared, self.say, self.turns, self.wait = record, budget, shared, say, turns, pause
@@ -155,9 +160,10 @@ class Race:
             self.wait(0.2)
 
     def turn(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
+        """All measures `turns` times; every other time the contenders' order is reversed."""
         for number in range(self.turns):
             for measure in measures:
-                for entrant in entrants:
+                for entrant in entrants[:: -1 if number % 2 else 1]:
                     if entrant.name not in self.failed:
                         self._measure(entrant, measure, number)
 
@@ -192,29 +198,31 @@ class Race:
         return theirs / ours if measure.unit == "ms" else ours / theirs
 
     def missed(self, measures: Sequence[Measure], aim: float) -> list[Measure]:
-        """Loads at which the zoo stays below `aim` of a stock contender's speed."""
+        """Loads, and prefill, at which the zoo stays below `aim` of a stock contender's speed."""
         stock = [name for name in self.best if name != ZOO and not name.startswith("deterministic")]
-        return [m for m in measures if m.kind == "load" and any((self.zoo_over(s, m) or aim) < aim for s in stock)]
+        return [m for m in measures if m.kind in ("load", "prefill") and any((self.zoo_over(s, m) or aim) < aim for s in stock)]
 
     def profile(self, entrants: Iterable[Entrant], measures: Sequence[Measure]) -> None:
-        """The kernels of a decode step at each batch size of `measures`, the zoo's and stock's."""
-        for batch in sorted({m.batch for m in measures if m.kind == "load"}):
+        """The kernels of a decode step, or of a prefill's batches, at each batch size of `measures`, the zoo's and stock's."""
+        stages = {"load": "decode profile", "prefill": "prefill profile"}
+        for kind, batch in sorted({(stages[m.kind], m.batch) for m in measures if m.kind in stages}):
             for entrant in entrants:
                 if entrant.state == "ready" and not entrant.name.startswith("deterministic"):
-                    self._profile(entrant, Measure("profile", batch))
+                    self._profile(entrant, Measure(kind, batch))
 
     def _profile(self, entrant: Entrant, measure: Measure) -> None:
-        if not self.budget.allows(f"{entrant.name} profile at {measure.batch}", measure.seconds):
+        what = f"{measure.kind} at {measure.batch}"
+        if not self.budget.allows(f"{entrant.name} {what}", measure.seconds):
             return
         try:
             found = entrant.ask(measure, self.budget.left)
         except ValueError as error:
-            self.say(f"{entrant.name} profile at {measure.batch}: {error}")
+            self.say(f"{entrant.name} {what}: {error}")
             return
-        self.record.add({**self._row(entrant), "what": "decode profile", "batch": measure.batch, **found})
+        self.record.add({**self._row(entrant), "what": measure.kind, "batch": measure.batch, **found})
         kernels = [[k["kernel"], k["us"], k["launches"]] for k in found["kernels"]]
         head = f"a step {found['step_us']:.0f} us, GPU busy {100 * found['busy']:.0f} %, {found['launches']:.0f} launches"
-        self.say(f"{entrant.name}, batch {measure.batch}: {head}\n{table(kernels, ('kernel', 'us', 'launches'))}")
+        self.say(f"{entrant.name}, {what}: {head}\n{table(kernels, ('kernel', 'us', 'launches'))}")
 
     def give_up(self, entrant: Entrant, why: str) -> None:
         if entrant.name in self.failed:
@@ -306,13 +314,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
     made.add_argument("--contenders", help="of zoo, stock, eager-prefill, deterministic, by commas; all but eager-prefill by default")
     made.add_argument("--loads", default=LOADS, help="batch x new tokens, by commas, in the order measured")
-    made.add_argument("--turns", type=int, default=1)
+    made.add_argument("--turns", type=int, default=2, help="of every measure; the contenders' order is reversed between them")
     made.add_argument("--context", type=int, help=f"the servers' context length; {CONTEXT} or what the loads need")
     made.add_argument("--sequential", action="store_true", help="one engine at a time")
     made.add_argument("--checkpoint", type=Path, help="weights are read from here, or written if there are none")
     made.add_argument("--logs", type=Path, help="folder of the engines' logs; a temporary one by default")
     made.add_argument("--budget", type=float, default=540, help="seconds in all")
-    made.add_argument("--profile", action="store_true", help="the kernels of a decode step where the aim is missed")
+    made.add_argument("--profile", action="store_true", help="the kernels of a decode step, or of prefill, where the aim is missed")
     made.add_argument("--aim", type=float, default=AIM, help="of stock's speed")
     made.add_argument("--out", "--json", type=Path, help="append JSON rows to this file")
     made.add_argument("--job", choices=("weights", "qualify"), help=argparse.SUPPRESS)
@@ -336,6 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, _, _ = geometry(given.arch, given.size, given.layers)
         loads = parse_loads(given.loads)
+        chosen = contenders(given.backends.split(","), (given.contenders or "zoo,stock,deterministic").split(","))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -346,10 +355,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        return _run(given, config, loads, Path(folder), say)
+        return _run(given, config, chosen, loads, Path(folder), say)
 
 
-def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: Path, say: Callable[[str], None]) -> int:
+def _run(
+    given: argparse.Namespace,
+    config: Any,
+    chosen: dict[str, dict[str, Any]],
+    loads: list[Measure],
+    folder: Path,
+    say: Callable[[str], None],
+) -> int:
     import torch
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with this process
@@ -361,7 +377,6 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
     hybrid = has_slots(config)
     shared = {"arch": given.arch, "size": given.size, "layers": config.layers, "prompt": PROMPT}
     common = engine_arguments(str(checkpoint), loads, given.context, hybrid=False)
-    wanted = (given.contenders or "zoo,stock,deterministic").split(",")
 
     def made(name: str, mine: dict[str, Any]) -> Contender:
         extra = engine_arguments(str(checkpoint), loads, given.context, hybrid and name != ZOO)
@@ -370,7 +385,6 @@ def _run(given: argparse.Namespace, config: Any, loads: list[Measure], folder: P
         command = [sys.executable, "-m", "benchmarks.engines", *arguments]
         return Contender(name, command, logs / f"{name.replace(' ', '_')}.log", say, env)
 
-    chosen = {n: a for n, a in contenders(given.backends.split(",")).items() if n.split()[0] in wanted}
     say(f"{', '.join(chosen)}; context {common['context_length']}, graphs of {common['cuda_graph_bs_decode']}; logs in {logs}")
     race = Race(record, budget, {**shared, "context": common["context_length"]}, say, given.turns)
     started: list[Contender] = []

@@ -196,8 +196,8 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
         with diary.phase(name, EVENT_SECONDS if len(sent) == FEW else PHASE_SECONDS) as notes:
             notes |= before() or {}
             prompts, params = [ids for ids, _ in sent], [p for _, p in sent]
-            answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
-            notes |= _replayed(server)
+            with _replays(server, notes):
+                answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
             diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
@@ -206,7 +206,8 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     for name, mode in (("paused and continued", "in_place"), ("paused, retracted, continued", "retract")):
         with diary.phase(name, EVENT_SECONDS) as notes:
             wanted = asked[:FEW]
-            answers, seen = server.loop.run_until_complete(_paused(server, wanted, more, mode, tokens))
+            with _replays(server, notes):
+                answers, seen = server.loop.run_until_complete(_paused(server, wanted, more, mode, tokens))
             notes |= seen
             diary.keep(name, ENGINE_PHASES[name], wanted, answers, fingerprint(server))
     phase("updated from disk", lambda: _succeeded(server.update_weights_from_disk(str(folder / "weights"))))
@@ -214,11 +215,17 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     server.shutdown()
 
 
-def _replayed(server: Any) -> dict[str, int]:
-    """Prompt rows that graphs have served since the start: where they are none, nothing of them was proven."""
+@contextmanager
+def _replays(server: Any, notes: dict[str, Any]) -> Iterator[None]:
+    """Notes how many prompt rows graphs served in the block: where they are none, nothing of them was proven."""
     from zoo.sglang_plugin.client import states
 
-    return {"prefill_graph_rows": sum(state["prefill_graph_rows"] for state in states(server))}
+    def rows() -> int:
+        return sum(state["prefill_graph_rows"] for state in states(server))
+
+    before = rows()
+    yield
+    notes["prefill_graph_rows"] = rows() - before
 
 
 def _succeeded(answer: Sequence[Any]) -> None:
@@ -374,9 +381,8 @@ def http(model: Model, folder: Path, tokens: int) -> None:
 
         with diary.phase(name, EVENT_SECONDS if len(sent) == FEW else PHASE_SECONDS) as notes:
             notes |= before()
-            with ThreadPoolExecutor(HTTP_REQUESTS) as pool:
+            with _replays(server.url, notes), ThreadPoolExecutor(HTTP_REQUESTS) as pool:
                 answers = list(pool.map(generate, sent))
-            notes |= _replayed(server.url)
             diary.keep(name, SERVER_PHASES[name], sent, answers, fingerprint(server.url))
 
     def released(server: Server, tags: Sequence[str] | None) -> dict[str, Any]:

@@ -286,8 +286,9 @@ class FakeEngine:
                 {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": 40.0}
                 for name, ts in (("product", 0.0), ("attention", 20.0), ("product", 120.0))
             ]
-            with gzip.open(self.folder / "decode-TP-0-DECODE.trace.json.gz", "wt") as file:
-                json.dump({"traceEvents": [*events, {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0.0, "dur": 900.0}]}, file)
+            for stage, some in (("EXTEND", events[:2]), ("DECODE", events)):
+                with gzip.open(self.folder / f"decode-TP-0-{stage}.trace.json.gz", "wt") as file:
+                    json.dump({"traceEvents": [*some, {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0.0, "dur": 900.0}]}, file)
         return [{"meta_info": {"completion_tokens": new - self.short}} for _ in input_ids]
 
     def flush_cache(self) -> None:
@@ -327,7 +328,7 @@ class FakeEntrant:
 
     def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
         self.log.append(measure.label)
-        if measure.kind == "profile":
+        if measure.kind.endswith(" profile"):
             return {"step_us": 9.0, "busy": 0.5, "launches": 2.0, "kernels": []}
         value = self.speeds[measure.label]
         if isinstance(value, str):
@@ -369,10 +370,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_the_first_load_is_measured_first() -> None:
     assert [m.label for m in sglang.plan(sglang.parse_loads(sglang.LOADS))][:3] == ["64x128", "prefill", "first token"]
-    assert list(sglang.contenders(["fa3", "triton"])) == [
+    everything = ["zoo", "stock", "eager-prefill", "deterministic"]
+    assert list(sglang.contenders(["fa3", "triton"], everything)) == [
         "zoo", "stock fa3", "stock triton", "eager-prefill fa3", "eager-prefill triton", "deterministic fa3", "deterministic triton",
     ]  # fmt: skip
-    assert "cuda_graph_backend_prefill" not in sglang.contenders(["fa3"])["stock fa3"]  # as it comes
+    assert list(sglang.contenders(["fa3"], ["stock", "zoo"])) == ["zoo", "stock fa3"]
+    assert "cuda_graph_backend_prefill" not in sglang.contenders(["fa3"], everything)["stock fa3"]  # as it comes
+    with pytest.raises(ValueError, match="--contenders 'stocks': there are zoo, stock, eager-prefill, deterministic"):
+        sglang.contenders(["fa3"], ["zoo", "stocks"])
     for text in ("64", "64x", "x128", "0x128", "64x128,"):
         with pytest.raises(ValueError, match="is not batch x new"):
             sglang.parse_loads(text)
@@ -408,6 +413,7 @@ def test_rows_come_as_they_are_measured_with_the_zoo_s_speed_over_each(tmp_path:
     over = {row["what"]: row["zoo_over_it"] for row in rows if row["contender"] == "stock fa3"}
     assert over == {"64x128": 1.25, "prefill": 1.25, "first token": 1.25, "1x128": 0.9}
     assert [m.label for m in race.missed(MEASURES, 0.97)] == ["1x128"] and not race.missed(MEASURES, 0.9)
+    assert [m.label for m in race.missed(MEASURES, 1.3)] == ["64x128", "prefill", "1x128"]
     race.ratios(MEASURES)
     assert [row["rival"] for row in rows_of(path)[12:]] == ["stock fa3", "deterministic fa3"]
     assert "zoo over stock fa3" in race.summary(MEASURES)
@@ -454,6 +460,12 @@ def test_the_best_turn_counts(tmp_path: Path) -> None:
     assert race.best["zoo"]["64x128"] == 4000.0 and [row["turn"] for row in rows_of(path)] == [0, 1, 0, 1]
 
 
+def test_every_other_turn_is_in_the_other_order(tmp_path: Path) -> None:
+    race, path, _ = a_race(tmp_path, turns=3)
+    race.turn([FakeEntrant("zoo", SPEEDS), FakeEntrant("stock fa3", SPEEDS)], MEASURES[:1])
+    assert [row["contender"] for row in rows_of(path)] == ["zoo", "stock fa3", "stock fa3", "zoo", "zoo", "stock fa3"]
+
+
 def test_one_by_one_ends_each_before_the_next(tmp_path: Path) -> None:
     race, path, _ = a_race(tmp_path)
     order: list[FakeEntrant] = []
@@ -465,8 +477,9 @@ def test_one_by_one_ends_each_before_the_next(tmp_path: Path) -> None:
             yield order[-1]
 
     race.one_by_one(enter(), MEASURES, profile=True)
-    assert order[0].log == ["start", *SPEEDS, "profile", "profile", "close"]
+    assert order[0].log == ["start", *SPEEDS, "decode profile", "decode profile", "prefill profile", "close"]
     assert [row["batch"] for row in rows_of(path) if row["what"] == "decode profile"] == [1, 64, 1, 64]
+    assert [row["batch"] for row in rows_of(path) if row["what"] == "prefill profile"] == [64, 64]
 
 
 def test_a_bench_warms_each_batch_once_and_checks_the_count() -> None:
@@ -481,10 +494,12 @@ def test_a_bench_warms_each_batch_once_and_checks_the_count() -> None:
 
 
 def test_a_profile_sums_kernels_and_gaps() -> None:
-    found = engines.Bench(FakeEngine(), 100).measure(engines.Measure("profile", 2))
+    found = engines.Bench(FakeEngine(), 100).measure(engines.Measure("decode profile", 2))
     steps = engines.PROFILED_STEPS
     assert found["step_us"] == 160 / steps and found["busy"] == pytest.approx(100 / 160) and found["launches"] == 3 / steps
     assert [(k["kernel"], k["us"]) for k in found["kernels"]] == [("product", 80 / steps), ("attention", 40 / steps)]
+    whole = engines.Bench(FakeEngine(), 100).measure(engines.Measure("prefill profile", 2))
+    assert whole["step_us"] == 60 and whole["launches"] == 2, "a prefill is one step, and of its own trace"
     with pytest.raises(ValueError, match="no kernels"):
         engines.kernels_of([], 1)
 

@@ -24,6 +24,7 @@ class Work:
     ours    the op as the program runs it first, then named providers of its class
     law     raises LawBroken if a subset of rows gives other bytes
     exact   float64 result for `picked` of an output, None where there is none
+    last    what `exact` is compared with where one call is not enough, e.g. the last of many decode steps, by contender
     """
 
     op: str
@@ -37,6 +38,7 @@ class Work:
     exact: Callable[[], Tensor] | None = None
     picked: Callable[[Any], Tensor] = lambda out: out[0] if isinstance(out, tuple) else out
     sets: int = 1
+    last: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     eager: bool = False
     targets: tuple[Target, ...] = field(default=())
 

@@ -103,6 +103,7 @@ def rope(place: Place, rows: int) -> Iterator[Work]:
         flops=0.0,
         nbytes=4.0 * x.numel(),
         law=subset_law(lambda: run(x, positions), lambda i: run(x[i], positions[i]), rows, place.device),
+        exact=lambda: rivals.rope(x.double(), turn.double(), positions),
     )
 
 
@@ -131,6 +132,7 @@ def swiglu(place: Place, rows: int) -> Iterator[Work]:
 
 
 def sample(place: Place, rows: int) -> Iterator[Work]:
+    """No float64 result: a draw is a token, and each contender has noise of its own."""
     if rows >= PREFILL:
         return
     logits = place.randn(rows, place.size(151936, 512), dtype=torch.float32, scale=2.5)

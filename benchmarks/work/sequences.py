@@ -116,13 +116,20 @@ def _prefill_attention(place: Place, model: str, heads: int, groups: int, width:
     )
 
 
+def _delta_operands(place: Place, *lead: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """q, k, v, log decay and beta of `lead` tokens."""
+    key_heads, value_heads, key_dim, value_dim = sizes
+    q, k = (torch.nn.functional.normalize(place.randn(*lead, key_heads, key_dim), dim=-1) for _ in range(2))
+    v, decay = place.randn(*lead, value_heads, value_dim), -0.05 * place.randn(*lead, value_heads, dtype=torch.float32).exp()
+    return q, k, v, decay, torch.sigmoid(place.randn(*lead, value_heads, dtype=torch.float32))
+
+
 def gated_delta(place: Place, rows: int) -> Iterator[Work]:
-    for model, (key_heads, value_heads, key_dim, value_dim) in DELTA.items():
+    for model, sizes in DELTA.items():
         if place.tiny:
-            key_heads, value_heads, key_dim, value_dim = 1, 2, 16, 16
-        q, k = (torch.nn.functional.normalize(place.randn(rows, key_heads, key_dim), dim=-1) for _ in range(2))
-        v, decay = place.randn(rows, value_heads, value_dim), -0.05 * place.randn(rows, value_heads, dtype=torch.float32).exp()
-        operands = (q, k, v, decay, torch.sigmoid(place.randn(rows, value_heads, dtype=torch.float32)))
+            sizes = (1, 2, 16, 16)
+        key_heads, value_heads, key_dim, value_dim = sizes
+        operands = _delta_operands(place, rows, sizes=sizes)
         name = f"{model} {key_heads}/{value_heads} heads of {key_dim}"
         flops, state_bytes = 4.0 * rows * value_heads * key_dim * value_dim, 4.0 * rows * value_heads * key_dim * value_dim
         if rows >= PREFILL:
@@ -137,9 +144,7 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         def run(i: int, a: tuple[Tensor, ...] = operands, layer: Any = layer, steps: list[Rows] = steps) -> Tensor:
             return ops.gated_delta(*a, layer, steps[i], program=place.ours)
 
-        def law(
-            a: tuple[Tensor, ...] = operands, keys: tuple[int, ...] = (key_heads, value_heads, key_dim, value_dim), n: int = rows
-        ) -> None:
+        def law(a: tuple[Tensor, ...] = operands, keys: tuple[int, ...] = sizes, n: int = rows) -> None:
             outs = []
             many = torch.arange(max(n, 65)) % n  # the last of fewer than 65 is a sequence again, beside others of its kind
             for index in (many, many[-1:]):
@@ -154,18 +159,35 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
                 )
             assert_same_bytes(outs[0], outs[1], f"row law, the last of {len(many)} sequences over a chunk")
 
+        # its error is that of the first token after a chunk: the state and a cached row are in it
+        some = _delta_operands(place, CHUNK + 1, min(rows, 8), sizes=sizes)
+
+        nothing = torch.zeros(some[0].shape[1], *sizes[1:], device=place.device)
+
+        def ours(a: tuple[Tensor, ...] = some, keys: tuple[int, ...] = sizes) -> Tensor:
+            count = a[0].shape[1]
+            view = DeltaMemory(1, count + 1, *keys, 8, torch.bfloat16, place.device).view(torch.arange(1, count + 1, device=place.device))
+            at = [Rows.pushed([1] * count, [j] * count, place.device) for j in range(CHUNK + 1)]
+            return [ops.gated_delta(*(t[j] for t in a), view[0].state, at[j], program=place.ours) for j in range(CHUNK + 1)][-1]
+
         yield Work(
             "gated_delta",
             f"{name} decode",
             rows,
             {"aligned": run},
             {
-                "fla recurrent": lambda i, a=operands, s=state: rivals.fla_recurrent(*a, s),
+                "fla recurrent": lambda i, a=operands, s=state: rivals.fla_recurrent(*(t[:, None] for t in a), s),
                 "triton recurrent": lambda i, a=operands, s=state: rivals.recurrent_step(*a, s),
             },
             flops=flops,
             nbytes=2 * state_bytes,
             law=law,
+            exact=lambda a=some: rivals.delta_exact(*a),
+            last={
+                "aligned": ours,
+                "triton recurrent": lambda a=some, s=nothing: rivals.recurrent_steps(*a, s.clone()),
+                "fla recurrent": lambda a=some, s=nothing: rivals.fla_recurrent(*(t.transpose(0, 1) for t in a), s),
+            },
             sets=CHUNK,
         )
 
@@ -191,5 +213,7 @@ def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops:
         flops=flops,
         nbytes=float(sum(t.nbytes for t in operands)),
         law=law,
+        exact=lambda: rivals.delta_exact(*operands),
+        picked=lambda out: out[-1],
         eager=True,
     )
