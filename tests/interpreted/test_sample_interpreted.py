@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 from cut_harness import KINDS, cut_by_sort, filters_of, ranked, rows_of_kind  # noqa: E402
 
-from zoo.common.ops.sample import kernels, reference  # noqa: E402
+from zoo.common.ops.sample import kernels, launches, reference  # noqa: E402
 from zoo.common.sampling import MASS_ONE, NO_CUT  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
@@ -188,6 +191,30 @@ def test_operands_may_lie_in_memory_in_any_way() -> None:
         assert_same_bytes(results(logits, spread), plain)
     with pytest.raises(LawBroken):  # control: the same memory in another order
         assert_same_bytes(results(x.view(300, 4).T, spread), plain)
+
+
+def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here 3 of 8 rows, as CUDA's grids have sides of 65535 behind the first one."""
+    x, lse, row = made(257, "ties")
+    draw = (torch.arange(8), torch.arange(8) * 5, torch.arange(8) % 3 == 0)
+
+    def results(logits: Tensor = x) -> list[Tensor]:
+        cut = kernels.cut(logits, lse, *row, chunks=1)
+        return [*cut, kernels.restrict(logits, *cut, 0, -torch.inf), kernels.draw(logits, *draw)]
+
+    whole = results()
+    monkeypatch.setattr(launches, "GRID_ROWS", 3)
+    plain, grids = interpreter.GridExecutor.__call__, []
+
+    def seen(self: Any, *args: Any, **options: Any) -> Any:
+        grids.append(max(self.grid[1:], default=1))
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", seen)
+    assert_same_bytes(results(), whole, "launches")
+    assert max(grids) == 3
+    with pytest.raises(LawBroken):  # the control: each row's logits in the next one's place
+        assert_same_bytes(results(x.roll(1, 0)), whole, "control")
 
 
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])
