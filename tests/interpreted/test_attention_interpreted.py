@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -271,12 +272,26 @@ def test_page_tables_do_not_share(way: str, fa4: StandIn) -> None:
 
 
 @pytest.mark.parametrize("way", ["paged", "decode"])
-def test_an_entry_keeps_its_page_table(way: str, fa4: StandIn) -> None:
+def test_an_entry_keeps_its_page_table(way: str, fa4: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the memory that a table gave back could hold the next one, which would be taken for it."""
     layer, rows, table = operands(way)
     assert table is not None
-    layer(rows, table)
-    assert any(isinstance(entry, tuple) and entry[0] is table for entry in rows.launch.values())
+
+    def kept(each: Rows) -> bool:
+        """Whether a table outlives its caller."""
+        mine = table.clone()
+        layer(each, mine)
+        fa4.calls.clear()
+        seen = weakref.ref(mine)
+        del mine
+        return seen() is not None
+
+    def once(rows: Rows, page_table: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        return kernels._once(rows, (*key, page_table.data_ptr()), make)
+
+    assert kept(rows)
+    monkeypatch.setattr(kernels, "_once_per_table", once)
+    assert not kept(replace(rows))  # the control: an entry that knows the address alone
 
 
 @pytest.mark.parametrize("way", WAYS)

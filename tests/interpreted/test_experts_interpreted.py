@@ -88,8 +88,11 @@ def test_copied_rows(width: int, share: int) -> None:
     source = torch.tensor([26, -1, 0, 8, -1, 3, 3, 17, 25, 1, -1]).int() // (1 if share == 3 else 3)
     live = source >= 0
     got = kernels._copy_rows(x, source, share, x.new_zeros(len(source), width))
-    assert torch.equal(got[live], x[source[live].long() // share])
+    wanted = x[source[live].long() // share]
+    assert torch.equal(got[live], wanted)
     assert not got[~live].any() and bool((got[live] != 0).all())
+    moved = kernels._copy_rows(x, source.roll(1), share, x.new_zeros(len(source), width))  # the control: sources a row further
+    assert not torch.equal(moved[live], wanted) and bool(moved[~live].any())
 
 
 def test_no_rows() -> None:

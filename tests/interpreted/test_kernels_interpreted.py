@@ -351,6 +351,11 @@ def test_combine_backward() -> None:
     assert same(got[0], wanted[0])
     torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=1e-4)
     assert same(got[1], reference_tree(x.float() * grad.float()[:, None]))
+    other = combine_kernels.combine_backward(grad.flip(1), x.flip(2), weights.flip(1))  # controls: other weights, another order
+    assert not same(other[0].flip(2), wanted[0]) and not same(other[1], got[1])
+    torch.testing.assert_close(other[1], wanted[1], rtol=1e-5, atol=1e-4)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(other[1].flip(1), wanted[1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("width", "group"), [(1000, 256), (256, 256), (3, 256), (5000, 256), (70, 8), (50, 12)])

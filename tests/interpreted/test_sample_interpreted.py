@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 from cut_harness import KINDS, cut_by_sort, filters_of, ranked, rows_of_kind  # noqa: E402
 
-from zoo.common.ops.sample import kernels, reference  # noqa: E402
+from zoo.common.ops.sample import kernels, launches, reference  # noqa: E402
 from zoo.common.sampling import MASS_ONE, NO_CUT  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
@@ -64,13 +68,42 @@ def test_restrict_knows_its_first_column() -> None:
     assert not torch.equal(torch.cat([kernels.restrict(x[:, c : c + 2500], *cut, 0, -1e30) for c in range(0, 9000, 2500)], 1), whole)
 
 
+@triton.jit
+def one_more_fits(count, mass, top_k, limit):
+    """A broken `_fits`: one token too many stays."""
+    few = tl.where((top_k < 1) | (limit < 0), 1, top_k)
+    return (count <= few) & (mass <= tl.maximum(limit, 0))
+
+
+@triton.jit
+def room_for_one_more(count, mass, tied, top_k, limit):
+    """A broken `_room`, which is what decides among equals."""
+    room = tl.where(tied > 0, (limit - mass) // tl.maximum(tied, 1) + 1, kernels._NO_CUT)
+    return tl.maximum(tl.minimum(room, top_k - count), 1) + 1
+
+
+@triton.jit
+def fits_as_given(count, mass, top_k, limit):
+    """A broken `_fits`: not even the first token has to stay."""
+    return (count < top_k) & (mass <= limit)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_cut_of_many_tokens(kind: str) -> None:
+def test_cut_of_many_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a list holds: every way in which a row's cut is found."""
     x, row = rows_of_kind(kind, 10, 5001), filters_of(10)
     lse = x.logsumexp(1)
-    found = kernels.cut(x, lse, *row, chunks=(2, 4)[KINDS.index(kind) % 2])
-    assert_same_bytes(list(found), list(cut_by_sort(x, lse, *row)), kind)
+    wanted = cut_by_sort(x, lse, *row)
+
+    def check(rows: slice) -> None:
+        found = kernels.cut(x[rows], lse[rows], *(t[rows] for t in row), chunks=(2, 4)[KINDS.index(kind) % 2])
+        assert_same_bytes(list(found), [t[rows].clone() for t in wanted], kind)
+
+    check(slice(0, 10))
+    monkeypatch.setattr(kernels, "_fits", one_more_fits)
+    monkeypatch.setattr(kernels, "_room", room_for_one_more)
+    with pytest.raises(LawBroken):  # the control, at a top_k that no other filter undercuts
+        check(slice(3, 4))
 
 
 def edges() -> Tensor:
@@ -123,14 +156,22 @@ def test_cut_is_independent_of_its_programs() -> None:
         assert_same_bytes(list(kernels.cut(moved, lse, *row)), list(whole), "control")
 
 
-def test_cut_of_filters_without_sense() -> None:
+def test_cut_of_filters_without_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least the first token stays, and a min_p above 1 keeps the first alone, as in the reference."""
     x = rows_of_kind("flat", 6, 257)
     top_k, limit = [0, -5, 300, 300, 257, 5], [NO_CUT, NO_CUT, 0, -1, MASS_ONE * 2, NO_CUT]
     row = (torch.tensor(top_k), torch.tensor(limit), torch.tensor([0.0] * 5 + [2.0]))
-    found, wanted = kernels.cut(x, x.logsumexp(1), *row), reference.cut(x, x.logsumexp(1), *row)
-    assert_same_bytes([found[0], found[1][:5]], [wanted[0], wanted[1][:5]], "filters")
-    assert x[5, found[1][5]] == x[5].amax()
+    wanted = reference.cut(x, x.logsumexp(1), *row)
+
+    def check() -> None:
+        found = kernels.cut(x, x.logsumexp(1), *row)
+        assert_same_bytes([found[0], found[1][:5]], [wanted[0], wanted[1][:5]], "filters")
+        assert x[5, found[1][5]] == x[5].amax()
+
+    check()
+    monkeypatch.setattr(kernels, "_fits", fits_as_given)
+    with pytest.raises(LawBroken):  # the control
+        check()
 
 
 def test_operands_may_lie_in_memory_in_any_way() -> None:
@@ -150,6 +191,30 @@ def test_operands_may_lie_in_memory_in_any_way() -> None:
         assert_same_bytes(results(logits, spread), plain)
     with pytest.raises(LawBroken):  # control: the same memory in another order
         assert_same_bytes(results(x.view(300, 4).T, spread), plain)
+
+
+def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here 3 of 8 rows, as CUDA's grids have sides of 65535 behind the first one."""
+    x, lse, row = made(257, "ties")
+    draw = (torch.arange(8), torch.arange(8) * 5, torch.arange(8) % 3 == 0)
+
+    def results(logits: Tensor = x) -> list[Tensor]:
+        cut = kernels.cut(logits, lse, *row, chunks=1)
+        return [*cut, kernels.restrict(logits, *cut, 0, -torch.inf), kernels.draw(logits, *draw)]
+
+    whole = results()
+    monkeypatch.setattr(launches, "GRID_ROWS", 3)
+    plain, grids = interpreter.GridExecutor.__call__, []
+
+    def seen(self: Any, *args: Any, **options: Any) -> Any:
+        grids.append(max(self.grid[1:], default=1))
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", seen)
+    assert_same_bytes(results(), whole, "launches")
+    assert max(grids) == 3
+    with pytest.raises(LawBroken):  # the control: each row's logits in the next one's place
+        assert_same_bytes(results(x.roll(1, 0)), whole, "control")
 
 
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])

@@ -220,6 +220,39 @@ def test_what_moves_no_dtype_is_taken(model: ForRL) -> None:
         wide.bfloat16().score(IDS, STARTS)
 
 
+TARGETS: dict[str, tuple[Callable[[], Any], str]] = {
+    "beyond the vocabulary": (lambda: IDS.clone().index_fill_(0, torch.tensor([7]), 512), "token id 512 is outside the vocabulary of 512"),
+    "negative": (lambda: IDS.clone().index_fill_(0, torch.tensor([7]), -100), "token id -100 is outside the vocabulary of 512"),
+    "too few": (lambda: IDS[:89], r"targets_R has shape \(89,\), hidden_RD \(90, \d+\): one target per row"),
+    "too many": (lambda: torch.cat([IDS, IDS[:1]]), r"targets_R has shape \(91,\), hidden_RD \(90, \d+\): one target per row"),
+    "two dims": (lambda: IDS[:, None], r"targets_R has shape \(90, 1\), hidden_RD \(90, \d+\)"),
+    "float": (lambda: IDS.float(), "targets_R must be an int32 or int64 tensor, not torch.float32"),
+    "a list": (lambda: IDS.tolist(), "targets_R must be an int32 or int64 tensor, not list"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_the_serving_door_are_checked(name: str) -> None:
+    config = small("qwen3")
+    hidden = trainer(config)(IDS, cu_seqlens=STARTS).hidden_states.detach()
+    made, sentence = TARGETS[name]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        server(config).log_prob(hidden, made())
+    assert "\n" not in str(caught.value)
+
+
+def test_targets_at_the_limit_are_taken() -> None:
+    served = server(small("qwen3"))
+    hidden = trainer(small("qwen3"))(IDS, cu_seqlens=STARTS).hidden_states.detach()
+    ends = IDS.clone()
+    ends[:2] = torch.tensor([0, 511])
+    wanted = served.log_prob(hidden, ends)
+    assert_same_bytes(served.log_prob(hidden, ends.int()), wanted)
+    with pytest.raises(LawBroken):  # the control: the targets before
+        assert_same_bytes(served.log_prob(hidden, IDS.roll(1)), wanted)
+    assert served.log_prob(hidden[:0], IDS[:0]).shape == (0,)
+
+
 def test_fp32_weights_of_qwen3_5_may_not_be_narrowed() -> None:
     with pytest.raises(ValueError, match=r"model.layers.0.mixer.gate.a_log is torch.bfloat16, program 'aligned' needs torch.float32"):
         trainer(small("qwen3_5")).to(torch.bfloat16).score(IDS, STARTS)

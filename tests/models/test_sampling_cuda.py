@@ -13,7 +13,7 @@ tl = pytest.importorskip("triton.language")
 from cut_harness import KINDS, cut_by_sort, filters_of, rows_of_kind  # noqa: E402
 
 from zoo.common import ops  # noqa: E402
-from zoo.common.ops.sample import kernels, reference  # noqa: E402
+from zoo.common.ops.sample import kernels, kernels_draw, launches, reference  # noqa: E402
 from zoo.common.program import resolve  # noqa: E402
 from zoo.common.sampling import RowSampling, SamplingParams, sample, score_filtered, support  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
@@ -41,11 +41,11 @@ def made(rows: int, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, RowSamp
 @triton.jit
 def _noise(out, seed_R, position_R, N: tl.constexpr):
     lane = tl.arange(0, N)
-    w0, w1, w2, w3 = kernels.philox_words(tl.load(seed_R), tl.load(position_R), lane.to(tl.uint32))
-    tl.store(out + lane, kernels.gumbel(w0))
-    tl.store(out + N + lane, kernels.gumbel(w1))
-    tl.store(out + 2 * N + lane, kernels.gumbel(w2))
-    tl.store(out + 3 * N + lane, kernels.gumbel(w3))
+    w0, w1, w2, w3 = kernels_draw.philox_words(tl.load(seed_R), tl.load(position_R), lane.to(tl.uint32))
+    tl.store(out + lane, kernels_draw.gumbel(w0))
+    tl.store(out + N + lane, kernels_draw.gumbel(w1))
+    tl.store(out + 2 * N + lane, kernels_draw.gumbel(w2))
+    tl.store(out + 3 * N + lane, kernels_draw.gumbel(w3))
 
 
 def test_noise_against_the_reference() -> None:
@@ -92,6 +92,26 @@ def test_cut_is_its_definition(kind: str) -> None:
         assert_same_bytes(list(alone), [t[pick] for t in wanted], "row law")
     with pytest.raises(LawBroken):  # control: one token less by top_k
         assert_same_bytes(list(kernels.cut(x, lse, row[0] - 1, *row[1:])), wanted, "control")
+
+
+def test_more_rows_than_a_grid_takes() -> None:
+    """Every way of cutting them into launches gives the same bytes, and so does a row alone."""
+    most = launches.GRID_ROWS
+    rows, columns = 2 * most + 3, 37
+    x, row = rows_of_kind("rounded", rows, columns, "cuda"), filters_of(rows, "cuda")
+    lse, index = x.logsumexp(1), torch.arange(rows, device="cuda")
+
+    def results(pick: torch.Tensor) -> list[torch.Tensor]:
+        cut = kernels.cut(x[pick], lse[pick], *(t[pick] for t in row))
+        return [*cut, kernels.restrict(x[pick], *cut, 0, -1e30), kernels.draw(x[pick], pick, 3 * pick, pick % 7 == 0)]
+
+    whole = results(index)
+    parts = [results(part) for part in index.split(50000)]
+    assert_same_bytes([torch.cat(part) for part in zip(*parts, strict=True)], whole, "launches")
+    ends = index[[0, most - 1, most, most + 1, rows - 1]]
+    assert_same_bytes(results(ends), [t[ends] for t in whole], "row law")
+    with pytest.raises(LawBroken):  # control: the rows behind them
+        assert_same_bytes(results(ends[1:]), [t[ends[:-1]] for t in whole], "control")
 
 
 def test_bounds_batches_and_ties() -> None:

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from op_controls import FAULTS
 from op_sizes import Largest
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.ops.cases import cases_of, check
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK, WHOLE_LOGITS, reference
 from zoo.common.program import Program, resolve
 from zoo.testing import LawBroken, assert_same_bytes
 
 MODULE = importlib.import_module("zoo.common.ops.log_prob")  # the package's own name is the op's there
+BACKWARD = importlib.import_module("zoo.common.ops.log_prob.backward")
 PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
 
 
@@ -72,6 +75,45 @@ def test_few_rows_hold_all_logits_and_more_a_chunk(monkeypatch: pytest.MonkeyPat
     assert_same_bytes(found, [t[:5].clone() for t in columns])
     with pytest.raises(LawBroken):  # the control: the rows behind them
         assert_same_bytes(found, [t[5:10].clone() for t in columns])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_many_rows_never_hold_all_logits(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, with smaller chunks of rows and columns than the real ones; the tail of the rows takes all columns."""
+    rows, columns, count, vocabulary = 128, 512, 3 * 128 + 3, 3000
+    monkeypatch.setattr(MODULE, "WHOLE_LOGITS", rows * columns)
+    for module in (MODULE, BACKWARD):
+        monkeypatch.setattr(module, "ROW_CHUNK", rows)
+        monkeypatch.setattr(module, "VOCABULARY_CHUNK", columns)
+    hidden, weight, targets = operands(count, vocabulary, 2)
+    inverse = torch.rand(count) + 0.5 if scaled else None
+
+    def largest() -> int:
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with Largest() as seen:
+            scores = score((*leaves, targets), PROGRAM, inverse)
+            (scores.log_prob_R + scores.entropy_R).sum().backward()
+        return seen.numel
+
+    bound = (rows + 16) * columns  # the reference pads to whole panels of 16 rows
+    assert largest() <= bound < count * vocabulary // 10
+    for module, name, wide in ((MODULE, "WHOLE_LOGITS", rows * vocabulary), (BACKWARD, "VOCABULARY_CHUNK", vocabulary)):
+        with monkeypatch.context() as patch:  # the controls: either side alone takes all columns of its rows
+            patch.setattr(module, name, wide)
+            assert largest() > bound
+
+
+@pytest.mark.parametrize("law", ["row", "place", "shard", "fusion", "repeat"])
+def test_laws_over_the_bound(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows by chunks, fewer of them whole."""
+    case = next(c for c in cases_of("log_prob", PROGRAM) if c.name == "more columns than a chunk")
+    vocabulary = case.make(0, "cpu", torch.bfloat16)["weight_VD"].shape[0]
+    monkeypatch.setattr(MODULE, "WHOLE_LOGITS", 2 * vocabulary)
+    check(case, law, PROGRAM)
+    faults = FAULTS["log_prob", law]
+    with pytest.raises(LawBroken, match=f"{law} law"):  # the control
+        for fault in faults:
+            check(case, law, PROGRAM, replace=fault)
 
 
 def _stats(functions: Any, logits: Tensor, targets: Tensor, columns: int, group: int) -> tuple[tuple[Tensor, ...], Tensor]:

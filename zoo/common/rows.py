@@ -87,3 +87,11 @@ def check_integers(name: str, value: object) -> None:
     given = value.dtype if isinstance(value, Tensor) else type(value).__name__
     if given not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be an int32 or int64 tensor, not {given}")
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """ValueError for an id outside the vocabulary. It waits for ids that lie on a GPU."""
+    if ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary}")

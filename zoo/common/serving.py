@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo.common import ops
 from zoo.common.memory import RESERVED_SLOT, ServingMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
-from zoo.common.rows import Rows
+from zoo.common.rows import Rows, check_ids, check_integers
 
 PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next, more run eagerly
 PREFILL_SEQUENCES = 8  # of a captured prefill at most, padding not counted
@@ -71,7 +71,16 @@ class ForServing(Pretrained, nn.Module):
     @own_dtypes
     @torch.no_grad()
     def log_prob(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """FP32 log-probabilities [R] of `targets_R` after final rows."""
+        """FP32 log-probabilities [R] of `targets_R`, int32 or int64 on the rows' device or the host, after final rows.
+
+        ValueError for another count of targets than of rows, or a target outside the vocabulary. The check waits for targets that
+        lie on a GPU, so the engine gives them from the host; no decode step and no captured graph comes through here.
+        """
+        check_integers("targets_R", targets_R)
+        if targets_R.shape != hidden_RD.shape[:-1]:
+            raise ValueError(f"targets_R has shape {tuple(targets_R.shape)}, hidden_RD {tuple(hidden_RD.shape)}: one target per row")
+        check_ids(targets_R, self.config.vocabulary)
+        targets_R = targets_R.to(hidden_RD.device, torch.int64)
         return ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program).log_prob_R
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import register_pytree_node
 from zoo.common import ops
 from zoo.common.memory import PackedMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
-from zoo.common.rows import Rows, check_cu_seqlens, check_integers
+from zoo.common.rows import Rows, check_cu_seqlens, check_ids, check_integers
 from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
 
 IGNORE = -100
@@ -129,7 +129,7 @@ class ForRL(Pretrained, nn.Module):
     def _loss(self, hidden_RD: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
         valid = targets_R != IGNORE
         targets_R = torch.where(valid, targets_R, 0).long()
-        self._check_ids(targets_R)
+        check_ids(targets_R, self.config.vocabulary)
         if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
             given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
             raise ValueError(f"num_items_in_batch must be one number, not {given}")
@@ -172,7 +172,7 @@ class ForRL(Pretrained, nn.Module):
             if target_ids.shape != input_ids.shape:
                 raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
         targets_R = torch.where(scored_R, target_ids, 0).long()
-        self._check_ids(targets_R)
+        check_ids(targets_R, self.config.vocabulary)
         head = self.model.head_weight_VD
         params = self._sampling_rows(sampling, rows)
         inverse = None if params is None else params.inverse_temperature_or_none()
@@ -200,17 +200,11 @@ class ForRL(Pretrained, nn.Module):
         starts = check_cu_seqlens(cu_seqlens)
         if starts[-1] != ids_R.shape[0]:
             raise ValueError(f"cu_seqlens ends at {starts[-1]}, there are {ids_R.shape[0]} tokens")
-        self._check_ids(ids_R)
+        check_ids(ids_R, self.config.vocabulary)
         longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
         if longest > self.config.positions:
             raise ValueError(f"a document of {longest} tokens is longer than the position table of {self.config.positions}")
         return Rows.packed(cu_seqlens)
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.config.vocabulary:
-                raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {self.config.vocabulary}")
 
     def _sampling_rows(self, sampling: SamplingParams | Sequence[SamplingParams] | None, rows: Rows) -> RowSampling | None:
         if sampling is None:

@@ -99,7 +99,7 @@ class Runner:
         wanted_W = torch.tensor(draw_rows + score_rows, dtype=torch.int64).to(self.device)
         hidden_WD = self._hidden(torch.tensor(ids).to(self.device), rows, table_NB, wanted_W)
         if scored:
-            targets_W = torch.tensor([r.tokens[position] for r, position in scored]).to(self.device)
+            targets_W = torch.tensor([r.tokens[position] for r, position in scored])
             values = self.model.log_prob(hidden_WD[len(draws) :], targets_W).tolist()
             for (request, position), value in zip(scored, values, strict=True):
                 request.prompt_log_probs[position - 1 : position] = [value]

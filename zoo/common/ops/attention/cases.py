@@ -26,7 +26,8 @@ from zoo.testing import (
     split_plans,
 )
 
-FA4_KEY_TILE = 128
+# FlashAttention 4's, which beyond heads of 128 is the only page size that it takes
+FA4_KEY_TILE, FA4_WIDE_TILE = 128, 80
 QKV = ("q_RHE", "k_RGE", "v_RGE")
 
 
@@ -49,13 +50,24 @@ PLACES = {
     "pages of 80": PagePlace(80, order=3, columns=3),
     "reversed pages of 128, wide table": PagePlace(128, order=-1, columns=7, fill=-3e38),
 }
+WIDE_PLACES = {
+    "pages in order": PagePlace(FA4_WIDE_TILE, fill=0.0, spare=1),
+    "dead pages of NaN": PagePlace(FA4_WIDE_TILE),
+    "shuffled, wide table": PagePlace(FA4_WIDE_TILE, order=3, spare=9, columns=3),
+    "reversed, wider table": PagePlace(FA4_WIDE_TILE, order=-1, columns=7, fill=-3e38),
+}
+
+
+def page_of(width: int) -> int:
+    """The page size that heads of `width` are served with."""
+    return FA4_KEY_TILE if width <= 128 else FA4_WIDE_TILE
 
 
 def edge_lengths(program: Program, width: int) -> list[int]:
-    """Lengths at each tile and segment edge of the program for heads of `width`."""
-    tile = KEY_TILE if program.device == "cpu" else FA4_KEY_TILE
-    segment = program.key_segment(width)
-    edges = [16, tile, 2 * tile] + ([] if segment is None else [segment])
+    """Lengths at each tile, page and segment edge of the program for heads of `width`."""
+    page, segment = page_of(width), program.key_segment(width)
+    tile = KEY_TILE if program.device == "cpu" else page
+    edges = [16, tile, 2 * tile, page] + ([] if segment is None else [segment])
     return sorted({1, 2 if segment is None else 2 * segment + 1} | {edge + off for edge in edges for off in (-1, 0, 1)})
 
 
@@ -112,17 +124,20 @@ def _row(t: Trial) -> None:
 
 
 def _split(t: Trial) -> None:
-    segment = t.program.key_segment(t.args["q_RHE"].shape[2])
-    edges = (16, KEY_TILE, FA4_KEY_TILE) + (() if segment is None else (segment,))
+    page, segment = page_of(t.args["q_RHE"].shape[2]), t.program.key_segment(t.args["q_RHE"].shape[2])
+    edges = (16, KEY_TILE, page) + (() if segment is None else (segment,))
     plans = split_plans(t.args["lengths"], edges, t.seed)
-    assert_split_law(lambda plan: push(t, t.args, plan, PagePlace()), plans)
-    whole = push(t, t.args, plans["whole"], PagePlace())["out"]
+    assert_split_law(lambda plan: push(t, t.args, plan, PagePlace(page)), plans)
+    whole = push(t, t.args, plans["whole"], PagePlace(page))["out"]
     assert_same_bytes(whole, t.call(), "split law: pages against packed rows")
 
 
 def _place(t: Trial) -> None:
-    plan, segment = split_plans(t.args["lengths"], (), t.seed)["at random"], t.program.key_segment(t.args["q_RHE"].shape[2])
-    if t.program.device == "cpu" or segment is None or max(t.args["lengths"]) <= segment:
+    width = t.args["q_RHE"].shape[2]
+    plan, segment = split_plans(t.args["lengths"], (), t.seed)["at random"], t.program.key_segment(width)
+    if page_of(width) == FA4_WIDE_TILE:
+        places = WIDE_PLACES
+    elif t.program.device == "cpu" or segment is None or max(t.args["lengths"]) <= segment:
         places = PLACES
     else:  # CUDA kernels take a segment as whole pages
         places = {name: place for name, place in PLACES.items() if segment % place.page_size == 0}
@@ -175,7 +190,7 @@ def case(
 
 
 def cases(program: Program) -> list[Case]:
-    segment = program.key_segment(64)
+    segment, wide = program.key_segment(64), program.key_segment(256)
     small = [
         case("one row", [1], 1, 1, 8, laws=("row", "place", "repeat")),
         case("ratio 1, wide", [17, 1, 66], 2, 2, 16, "wide"),
@@ -188,6 +203,9 @@ def cases(program: Program) -> list[Case]:
         case("edges", edge_lengths(program, 64), 1, 1, 64, laws=("row", "place", "repeat")),
         case("a segment and more", [260 if segment is None else segment + 2, 70], 1, 1, 64, laws=("split",)),
         case("a segment and more, subnormal", [260 if segment is None else segment + 2], 1, 1, 64, "subnormal", laws=("row", "split")),
+        case("ratio 2, heads of 256", [81, 1, 160], 4, 2, 256),
+        case("heads of 256, edges", edge_lengths(program, 256), 1, 1, 256, laws=("row", "place", "repeat")),
+        case("heads of 256, a segment and more", [163 if wide is None else wide + 2], 1, 1, 256, laws=("split",)),
     ]
     published = [("qwen3-8b", 32, 8), ("qwen3-30b-a3b", 32, 4)]
     return small + [

@@ -1,4 +1,7 @@
-"""log_prob: FP32 log-probabilities of chosen tokens, straight from hidden rows; [R, V] is held for few rows only."""
+"""log_prob: FP32 log-probabilities of chosen tokens, straight from hidden rows, by at most 2^26 logits (256 MiB) at a time.
+
+So [R, V] is held whole for few rows only, those of up to 2^26 logits; of more rows it never is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form,
 from zoo.common.ops.log_prob.backward import ROW_CHUNK, VOCABULARY_CHUNK, through_logits
 from zoo.common.program import Program
 
-# few rows take the whole vocabulary at once, while that holds no more than a chunk does (256 MiB)
+# few rows take the whole vocabulary at once, while that holds no more than a chunk does: 2^26 logits, 256 MiB in FP32
 WHOLE_LOGITS = ROW_CHUNK * VOCABULARY_CHUNK
 
 CONTRACT = Contract(
@@ -25,7 +28,8 @@ CONTRACT = Contract(
     laws=("row", "place", "shard", "fusion", "repeat"),
     backward="d logits = (onehot - p) g / temperature, rounded to the program's dtype by vocabulary chunk, then the two products; logits "
     "are recomputed, chunks added in FP32",
-    launch="decode holds its few rows' logits (it samples from them), scoring too up to 2^26 of them; else chunks of rows and vocabulary",
+    launch="at most 2^26 logits (256 MiB) are made at once: of up to 4096 rows all columns where that is no more, else 16384 at a time, as "
+    "the gradient always takes them, so [R, V] is never held but for few rows; decode samples from its logits and holds them all",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),

@@ -1,4 +1,4 @@
-"""The two products behind a gradient of logits, by chunks of the vocabulary and of rows: [R, V] is never held."""
+"""The two products behind a gradient of logits, by chunks of at most 4096 rows and 16384 columns (2^26 logits)."""
 
 from __future__ import annotations
 

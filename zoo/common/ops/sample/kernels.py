@@ -1,4 +1,4 @@
-"""sample in Triton: the cut by narrowing a range of ordered integer keys (no sort, no float sum), the draw in one pass.
+"""sample in Triton: the cut by narrowing a range of ordered integer keys (no sort, no float sum), and what it leaves.
 
 B blocks (programs) of a row, T thresholds, L listed tokens.
 """
@@ -10,8 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.ops.sample.reference import LANES, MASS_ONE, NO_CUT, WORDS
+from zoo.common.ops.sample.kernels_draw import draw
+from zoo.common.ops.sample.launches import columns_side_by_side, in_launches
+from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.tree_kernels import EXACT
+
+__all__ = ["cut", "draw", "probability_and_mass", "restrict"]
 
 # thresholds of a row's first tally, so many nats apart below the log-sum-exp, and of the later ones, which divide evenly what is left
 FIRST_THRESHOLDS, FIRST_STEP, THRESHOLDS = 8, 2.0, 16
@@ -25,7 +29,6 @@ LIST_BLOCK, ROW_BLOCK = 1024, 4096
 WARPS, REGISTERS = 8, 64
 RESTRICT_BLOCK = 2048
 
-_LANES = tl.constexpr(LANES)
 _MASS_ONE = tl.constexpr(float(MASS_ONE))
 _NO_CUT = tl.constexpr(NO_CUT)
 _LISTED = tl.constexpr(LISTED)
@@ -362,6 +365,7 @@ def _last_kernel(
     tl.store(last_R + r, last.to(tl.int64))
 
 
+@in_launches
 def cut(
     logits_RV: Tensor, lse_R: Tensor, top_k_R: Tensor, mass_limit_R: Tensor, min_p_R: Tensor, chunks: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -383,7 +387,7 @@ def cut(
     logit, last, peak = empty(rows, dtype=torch.float32), empty(rows), empty(rows, blocks, dtype=torch.float32)
     if not rows:
         return logit, last
-    logits = _columns_side_by_side(logits_RV)
+    logits = columns_side_by_side(logits_RV)
     row = (logits, *(t.contiguous() for t in (lse_R, top_k_R, mass_limit_R, min_p_R)))
     size = (blocks, width, logits.stride(0))
     found = (empty(rows, blocks), empty(rows, LISTED, dtype=torch.float32), empty(rows, LISTED, dtype=torch.int32))
@@ -401,11 +405,6 @@ def cut(
     return logit, last
 
 
-def _columns_side_by_side(x_RV: Tensor) -> Tensor:
-    """Rows may be strided, columns may not."""
-    return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()
-
-
 @triton.jit
 def _restrict_kernel(logits, out, logit_R, last_R, width, stride, first, fill, BLOCK: tl.constexpr):
     r = tl.program_id(1).to(tl.int64)
@@ -416,83 +415,13 @@ def _restrict_kernel(logits, out, logit_R, last_R, width, stride, first, fill, B
     tl.store(out + r * width + column, tl.where(outside, fill, x), mask=column < width)
 
 
+@in_launches
 def restrict(logits_RC: Tensor, logit_R: Tensor, last_R: Tensor, first: int, fill: float) -> Tensor:
     """Logits of columns first .. first + C with `fill` behind the cut; a NaN stays."""
     rows, width = logits_RC.shape
     out = torch.empty_like(logits_RC, memory_format=torch.contiguous_format)
     if rows:
         grid = (triton.cdiv(width, RESTRICT_BLOCK), rows)
-        logits = _columns_side_by_side(logits_RC)
+        logits = columns_side_by_side(logits_RC)
         _restrict_kernel[grid](logits, out, logit_R, last_R, width, logits.stride(0), first, fill, BLOCK=RESTRICT_BLOCK, num_warps=4)
     return out
-
-
-@triton.jit
-def gumbel(bits):
-    """-log(-log(u)), u an odd 24-bit integer over 2^24."""
-    u = ((bits >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(u))
-
-
-@triton.jit
-def philox_words(seed, position, counter):
-    """The four output words of the call at `counter`."""
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    zero = counter * 0
-    return tl.philox(seed, counter, zero + low, zero + high, zero)
-
-
-@triton.jit
-def _better(best, best_id, row, start, lane, width, bits, greedy):
-    """Keeps the higher score per lane; columns come in ascending order, so a strict comparison keeps the lower id."""
-    column = start + lane
-    x = tl.load(row + column, mask=column < width, other=-float("inf"))
-    x = tl.where(x == x, x, -float("inf"))
-    score = tl.where(greedy, x, x + gumbel(bits))
-    above = score > best
-    return tl.where(above, score, best), tl.where(above, column, best_id)
-
-
-@triton.jit
-def _draw_kernel(logits, seed_R, position_R, greedy_R, best_RB, id_RB, width, stride, blocks, LANES: tl.constexpr):
-    b = tl.program_id(0)
-    r = tl.program_id(1).to(tl.int64)
-    row = logits + r * stride
-    lane = tl.arange(0, LANES)
-    greedy = tl.load(greedy_R + r) != 0
-    w0, w1, w2, w3 = philox_words(tl.load(seed_R + r), tl.load(position_R + r), (b * LANES + lane).to(tl.uint32))
-    start = b * LANES * 4
-    best = tl.full([LANES], -float("inf"), tl.float32)
-    best_id = start + lane
-    best, best_id = _better(best, best_id, row, start, lane, width, w0, greedy)
-    best, best_id = _better(best, best_id, row, start + LANES, lane, width, w1, greedy)
-    best, best_id = _better(best, best_id, row, start + 2 * LANES, lane, width, w2, greedy)
-    best, best_id = _better(best, best_id, row, start + 3 * LANES, lane, width, w3, greedy)
-    top = tl.max(best, 0)
-    tl.store(best_RB + r * blocks + b, top)
-    tl.store(id_RB + r * blocks + b, tl.min(tl.where(best == top, best_id, 2147483647), 0))
-
-
-@triton.jit
-def _merge_kernel(best_RB, id_RB, token_R, blocks, BLOCKS: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, BLOCKS)
-    best = tl.load(best_RB + r * blocks + b, mask=b < blocks, other=-float("inf"))
-    ids = tl.load(id_RB + r * blocks + b, mask=b < blocks, other=2147483647)
-    tl.store(token_R + r, tl.min(tl.where(best == tl.max(best, 0), ids, 2147483647), 0).to(tl.int64))
-
-
-def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, greedy_R: Tensor) -> Tensor:
-    """int64 [R]: argmax of logit plus noise, lower id among equals; one pass over the logits and a merge of its blocks."""
-    rows, width = logits_RV.shape
-    blocks = triton.cdiv(width, LANES * WORDS)
-    best = torch.empty(rows, blocks, dtype=torch.float32, device=logits_RV.device)
-    ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits_RV.device)
-    token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    if rows:
-        logits = _columns_side_by_side(logits_RV)
-        row = (seed_R.contiguous(), position_R.contiguous(), greedy_R.contiguous().view(torch.int8), best, ids)
-        _draw_kernel[(blocks, rows)](logits, *row, width, logits.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT)
-        _merge_kernel[(rows,)](best, ids, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
-    return token
