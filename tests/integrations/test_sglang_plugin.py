@@ -265,18 +265,35 @@ FIELDS = SIZES["8b"].to_hf()
 
 def test_stand_in_one_option_implies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+    monkeypatch.setattr(options, "resolved", lambda args: args)
     called = []
     args = arguments()
-    options.around_post_init(called.append, args)
+    options.around_resolution(called.append, args)
     assert called == [args]
     assert (args.sampling_backend, args.page_size, args.cuda_graph_backend_prefill) == ("zoo", 128, "disabled")
     assert getattr(args, options.CHECKED)
+    # a child process, where SGLang asks again: what arrives resolved is left alone
+    before = dict(vars(args))
+    monkeypatch.setattr(options, "check", None)
+    options.around_resolution(called.append, args)
+    assert called == [args, args] and vars(args) == before
+
+
+def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.23 keeps the fields as they were given."""
+    monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+    decided = arguments(sampling_backend="zoo", moe_a2a_backend="deepep")
+    monkeypatch.setattr(options, "resolved", lambda args: decided)
+    args = arguments()
+    with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
+        options.around_resolution(lambda a: None, args)
+    assert not hasattr(args, options.CHECKED)
 
 
 def test_stand_in_other_backends_are_left_alone() -> None:
     args = arguments(attention_backend="fa3", tp_size=8, quantization="fp8")
     before = dict(vars(args))
-    options.around_post_init(lambda a: None, args)
+    options.around_resolution(lambda a: None, args)
     assert vars(args) == before
 
 
@@ -328,7 +345,7 @@ def test_stand_in_graphs_that_the_plugin_does_not_capture_are_refused() -> None:
 
 def test_half_a_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="share one backend"):
-        options.around_post_init(lambda a: None, arguments(attention_backend="fa3", decode_attention_backend="zoo"))
+        options.around_resolution(lambda a: None, arguments(attention_backend="fa3", decode_attention_backend="zoo"))
 
 
 @pytest.mark.parametrize("wrap", [dict, lambda **k: types.SimpleNamespace(**k)], ids=["client", "server"])
@@ -688,7 +705,8 @@ def sglang_is_there() -> bool:
     return True
 
 
-def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resolver", ["__post_init__", "resolve_once"])
+def test_stand_in_registration(resolver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, Any, str]] = []
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, hook, kind: found.append((target, hook, kind)))  # type: ignore[attr-defined]
@@ -696,6 +714,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     args = types.ModuleType("sglang.srt.server_args")
     args.ATTENTION_BACKEND_CHOICES, args.SAMPLING_BACKEND_CHOICES = ["fa3"], {"pytorch"}  # type: ignore[attr-defined]
     args.add_attention_backend_choices = args.ATTENTION_BACKEND_CHOICES.extend  # type: ignore[attr-defined]
+    args.ServerArgs = type("ServerArgs", (), {resolver: None})  # type: ignore[attr-defined]
     parsers = types.ModuleType("sglang.srt.configs.model_config_parser_registry")
     parsed: list[str] = []
     parsers.ModelConfigParserBase = object  # type: ignore[attr-defined]
@@ -713,6 +732,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.ATTENTION_BACKEND_CHOICES == ["fa3", "zoo", "zoo_unaligned"] and "zoo" in args.SAMPLING_BACKEND_CHOICES
     assert set(parsed) == {names.PARSER}
     assert len(found) == 2 * len(register.__globals__["hooks"]()) and all(target.startswith("sglang.srt.") for target, _, _ in found)
+    assert found[0][:2] == (f"sglang.srt.server_args.ServerArgs.{resolver}", options.around_resolution)
 
 
 def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:

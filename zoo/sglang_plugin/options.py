@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
 CHUNK_TOKENS = 8192  # of chunked prefill where SGLang's own default is no multiple of the page
 REQUESTS = 64  # running at once where each needs a slot of state
-CHECKED = "_zoo_checked"  # left on the server's arguments by `around_post_init`; the scheduler asserts it
+CHECKED = "_zoo_checked"  # left on the server's arguments by `around_resolution`; the scheduler asserts it
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ REFUSALS = (
     Refusal("enable_single_batch_overlap", (False,), "the plugin's layers have nothing to overlap"),
     Refusal("enable_pdmux", (False,), "prefill and decode on shared multiprocessors are untested"),
     Refusal("enable_torch_compile", (False,), "a compiler may fuse and reorder the plugin's arithmetic"),
-    Refusal("enable_tf32_matmul", (False,), "it changes arithmetic of the whole process"),
+    Refusal("enable_tf32_matmul", (False, None), "it changes arithmetic of the whole process"),
     Refusal("enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
@@ -83,18 +83,27 @@ REFUSALS = (
 )
 
 
-def around_post_init(original: Callable[[Any], None], args: Any) -> None:
-    """Hook around `ServerArgs.__post_init__`: for other backends just the original."""
+def around_resolution(original: Callable[[Any], None], args: Any) -> None:
+    """Hook around the method of ServerArgs that resolves the options: for other backends just the original."""
     if args.attention_backend not in PROGRAMS:
         _refuse_half(args)
+        return original(args)
+    if getattr(args, CHECKED, False):  # a child process, where resolved options arrive
         return original(args)
     if str(args.model_path).lower() in ("none", "dummy"):
         raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
     imply(args, read_config(args.model_path, args.revision))
     original(args)
-    check(args)
-    object.__setattr__(args, CHECKED, True)
+    check(resolved(args))
+    setattr(args, CHECKED, True)
     return None
+
+
+def resolved(args: Any) -> Any:
+    """The options as resolution left them: SGLang 0.5.17 writes them back into the fields, 0.5.23 keeps what was given there."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(args)
 
 
 def _refuse_half(args: Any) -> None:
