@@ -40,6 +40,7 @@ from zoo.sglang_plugin import (
     requests,
     routing,
     seed_of,
+    updating,
 )  # fmt: skip
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
 from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined
@@ -695,6 +696,26 @@ def test_stand_in_fingerprint_of_an_engine() -> None:
     other = {names.STATE: {"fingerprint": dataclasses.replace(PRINTED, weights="0000").to_dict()}}
     with pytest.raises(ValueError, match="weights: ffff against 0000"):
         client.fingerprint(engine(mine, other))
+
+
+def test_stand_in_session_of_updates() -> None:
+    calls: list[str] = []
+
+    def engine(opens: bool) -> Any:
+        def call(name: str, done: bool) -> Callable[[], tuple[bool, str]]:
+            return lambda: (calls.append(name) or done, "one is open already")  # type: ignore[func-returns-value]
+
+        return types.SimpleNamespace(begin_weight_update=call("begin", opens), end_weight_update=call("end", True))
+
+    with pytest.raises(KeyError), updating(engine(True)):
+        raise KeyError  # an update that fails leaves no open session behind
+    assert calls == ["begin", "end"]
+    with pytest.raises(ValueError, match="session of weight updates: one is open already"), updating(engine(False)):
+        calls.append("never")
+    assert calls == ["begin", "end", "begin"]
+    with updating(object()):
+        calls.append("0.5.17 has none")
+    assert calls[-1] == "0.5.17 has none"
 
 
 def sglang_is_there() -> bool:
