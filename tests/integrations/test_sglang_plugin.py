@@ -1,6 +1,7 @@
 """The SGLang plugin without a GPU: forward batches, memory views, options, requests, registration.
 
-Where SGLang is not installed its objects are stand-ins with the fields that the plugin reads; such tests have it in their names.
+SGLang's objects are stand-ins with the fields that the plugin reads; such tests have it in their names. `test_sglang_versions` asks an
+installed SGLang.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import importlib
 import json
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plugin_harness import arguments
+from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import ops
@@ -265,8 +267,8 @@ FIELDS = SIZES["8b"].to_hf()
 
 
 def test_stand_in_one_option_implies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_sglang(monkeypatch)
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
-    monkeypatch.setattr(options, "resolved", lambda args: args)
     called = []
     args = arguments()
     options.around_resolution(called.append, args)
@@ -289,6 +291,16 @@ def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
         options.around_resolution(lambda a: None, args)
     assert not hasattr(args, options.CHECKED)
+
+
+def test_stand_in_another_sglang_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+    for version, said in (("0.5.17", 0), ("0.5.23", 1)):
+        stand_in_sglang(monkeypatch, version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options.around_resolution(lambda a: None, arguments())
+        assert len(caught) == said and all("not with 0.5.23: prove them with `zoo verify" in str(w.message) for w in caught)
 
 
 def test_stand_in_other_backends_are_left_alone() -> None:
@@ -367,11 +379,15 @@ def test_sampling_parameters_are_the_zoos(wrap: Callable[..., Any]) -> None:
         {"logit_bias": {"3": 1.0}},
         {"regex": "a+"},
         {"min_new_tokens": 2},
+        {"watermark": {"enabled": True}},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* can't replay"):
             translate(**bad)
     with pytest.raises(ValueError, match="temperature must be 0 \\(greedy\\) or between"):
         translate(temperature=3e-6)
+    with pytest.raises(ValueError, match="beam_width=4 is not sampling"):
+        translate(beam_width=4)
+    assert translate(beam_width=1) == translate()
 
 
 def test_seeds_come_from_the_answers_id() -> None:
@@ -718,14 +734,6 @@ def test_stand_in_session_of_updates() -> None:
     assert calls[-1] == "0.5.17 has none"
 
 
-def sglang_is_there() -> bool:
-    try:
-        import sglang.srt.managers.scheduler  # noqa: F401
-    except Exception:  # installed or not, it can't be imported here
-        return False
-    return True
-
-
 @pytest.mark.parametrize("resolver", ["__post_init__", "resolve_once"])
 def test_stand_in_registration(resolver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, Any, str]] = []
@@ -807,6 +815,7 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
     """The plugin's pages that only a scheduler imports, over stand-ins of what they take from SGLang."""
     found = types.SimpleNamespace(backend=None, capturer=None)
     taken: dict[str, dict[str, Any]] = {
+        "arg_groups.overrides": {"resolved_view": lambda args: args},
         "layers.attention.base_attn_backend": {"AttentionBackend": object},
         "layers.logits_processor": {"LogitsProcessorOutput": types.SimpleNamespace},
         "model_executor.forward_context": {"get_attn_backend": lambda: found.backend},
@@ -886,28 +895,6 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
     # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sglang_is_there(), reason="sglang can't be imported here")
-def test_registration_with_the_real_registries() -> None:
-    from importlib import import_module
-
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    page = import_module("zoo.sglang_plugin.register")
-    HookRegistry.reset()
-    register()
-    HookRegistry.apply_hooks()
-    assert HookRegistry._patched == {f"sglang.srt.{target}" for target, _, _ in page.hooks()}
-    page.register_classes()
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.models.registry import ModelRegistry
-
-    assert ATTENTION_BACKENDS["zoo"].__module__ == "zoo.sglang_plugin.backend"
-    for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        assert ModelRegistry.models[architecture].__module__ == "zoo.sglang_plugin.models.qwen3"
-    assert ModelRegistry.models[names.HYBRID_ARCHITECTURE].__module__ == "zoo.sglang_plugin.models.qwen3_5"
 
 
 @pytest.mark.interpreted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zoo.common.hub import read_config
 from zoo.common.registry import model_class
-from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, SAMPLER
+from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, PROVEN, SAMPLER
 from zoo.sglang_plugin.slots import power_of_two
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ REFUSALS = (
     Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
     *(Refusal(name, (1,), ONE_DEVICE) for name in ("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size")),
     Refusal("enable_dp_attention", (False,), ONE_DEVICE),
+    Refusal("attn_dp_size", (1,), ONE_DEVICE),
     Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),
     Refusal("quantization", (None,), "weights are served as the trainer holds them"),
     Refusal("torchao_config", ("", None), "weights are served as the trainer holds them"),
@@ -51,6 +53,7 @@ REFUSALS = (
     Refusal("enable_hierarchical_cache", (False,), "history moved to the host and back is untested", inexact=True),
     Refusal("enable_lmcache", (False,), "history kept elsewhere is untested", inexact=True),
     Refusal("enable_flexkv", (False,), "history kept elsewhere is untested", inexact=True),
+    Refusal("enable_unified_cache_external_linker", (False,), "history kept elsewhere is untested", inexact=True),
     Refusal("speculative_algorithm", (None,), "drafted tokens are verified by rows that the plugin does not build yet"),
     Refusal("dllm_algorithm", (None,), "only causal language models are served"),
     Refusal("is_embedding", (False,), "only causal language models are served"),
@@ -67,12 +70,17 @@ REFUSALS = (
     Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
     Refusal("offload_group_size", (-1,), "weights must stay where CUDA graphs read them"),
+    Refusal("enable_paged_experts", (False,), "weights must stay where CUDA graphs read them"),
+    Refusal("startup_weight_load_mode", ("serial",), "weights that come after the graphs are untested"),
+    Refusal("enable_nvidia_megakernel", (False,), "the plugin's own model classes run"),
     Refusal("model_impl", ("auto", "sglang"), "the plugin's own model classes run"),
     Refusal("json_model_override_args", ("{}", "", None), "trainer and server read one config.json"),
     Refusal("enable_custom_logit_processor", (False,), "the trainer can't replay it"),
+    Refusal("enable_watermark", (False,), "the trainer can't replay it"),
     Refusal("preferred_sampling_params", (None,), "each request must name its own program"),
     Refusal("enable_mis", (False,), "several items in one sequence are untested"),
     Refusal("enable_return_hidden_states", (False, None), "the plugin returns log-probabilities only"),
+    Refusal("enable_return_aux_hidden_states", (False,), "the plugin returns log-probabilities only"),
     Refusal("enable_return_indexer_topk", (False,), "these models have no indexer"),
     Refusal("prefill_only_disable_kv_cache", (False,), "attention reads the cache"),
     Refusal("elastic_ep_backend", (None,), ONE_DEVICE),
@@ -95,6 +103,7 @@ def around_resolution(original: Callable[[Any], None], args: Any) -> None:
     imply(args, read_config(args.model_path, args.revision))
     original(args)
     check(resolved(args))
+    _warn_unproven()
     setattr(args, CHECKED, True)
     return None
 
@@ -104,6 +113,18 @@ def resolved(args: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(args)
+
+
+def _warn_unproven() -> None:
+    """No log message: `sglang.Engine` drops warnings of the log by default."""
+    import sglang
+
+    if sglang.__version__ not in PROVEN:
+        warnings.warn(
+            f"the zoo's bytes were compared on a GPU with SGLang {', '.join(PROVEN)}, not with {sglang.__version__}: "
+            "prove them with `zoo verify ARCH --checkpoint PATH --engine sglang`",
+            stacklevel=2,
+        )
 
 
 def _refuse_half(args: Any) -> None:
