@@ -202,7 +202,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
     phase("from the cache", sent=asked)
-    phase("after an update", lambda: _succeeded(server.update_weights_from_tensor(model.update())), asked, logprob_start_len=0)
+    phase("after an update", lambda: _push(server, model), asked, logprob_start_len=0)
     for name, mode in (("paused and continued", "in_place"), ("paused, retracted, continued", "retract")):
         with diary.phase(name, EVENT_SECONDS) as notes:
             wanted = asked[:FEW]
@@ -268,9 +268,18 @@ async def _paused(server: Any, asked: Sequence[Request], more: dict[str, Any], m
     return answers, {"paused_requests": running, "paused_after_tokens": before}
 
 
+def _push(server: Any, model: Model) -> None:
+    from zoo.sglang_plugin import updating
+
+    with updating(server):
+        _succeeded(server.update_weights_from_tensor(model.update()))
+
+
 def _broadcast(server: Any, model: Model) -> dict[str, Any]:
     """Rank 0 sends, as a trainer does. NCCL wants a GPU for each of the two; on one GPU the group is Gloo's."""
     from sglang.srt.utils import init_custom_process_group
+
+    from zoo.sglang_plugin import updating
 
     several = DEVICE == "cuda" and torch.cuda.device_count() > 1
     backend = "nccl" if several else "gloo"
@@ -291,7 +300,7 @@ def _broadcast(server: Any, model: Model) -> dict[str, Any]:
     with _beside(join):
         _succeeded(server.init_weights_update_group("127.0.0.1", port, 1, 2, GROUP, backend=backend))
     names, dtypes = [name for name, _ in tensors], [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
-    with _beside(send):
+    with updating(server), _beside(send):
         _succeeded(server.update_weights_from_distributed(names, dtypes, [list(t.shape) for _, t in tensors], group_name=GROUP))
     with _beside(lambda: torch.distributed.destroy_process_group(joined[0])):
         _succeeded(server.destroy_weights_update_group(GROUP))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
+import pytest
+
 from zoo.sglang_plugin import options
+
+
+def stand_in_sglang(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17") -> None:
+    """What the hook on ServerArgs asks SGLang for: its version, and a view of the resolved options (here the options themselves)."""
+    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(__version__=version))  # type: ignore[arg-type]
+    overrides = types.SimpleNamespace(resolved_view=lambda args: args)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)  # type: ignore[arg-type]
 
 
 def arguments(**changed: Any) -> Any:

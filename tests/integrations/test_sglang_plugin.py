@@ -1,6 +1,7 @@
 """The SGLang plugin without a GPU: forward batches, memory views, options, requests, registration.
 
-Where SGLang is not installed its objects are stand-ins with the fields that the plugin reads; such tests have it in their names.
+SGLang's objects are stand-ins with the fields that the plugin reads; such tests have it in their names. `test_sglang_versions` asks an
+installed SGLang.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import importlib
 import json
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plugin_harness import arguments
+from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import ops
@@ -40,6 +42,7 @@ from zoo.sglang_plugin import (
     requests,
     routing,
     seed_of,
+    updating,
 )  # fmt: skip
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
 from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined
@@ -264,19 +267,46 @@ FIELDS = SIZES["8b"].to_hf()
 
 
 def test_stand_in_one_option_implies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_sglang(monkeypatch)
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
     called = []
     args = arguments()
-    options.around_post_init(called.append, args)
+    options.around_resolution(called.append, args)
     assert called == [args]
     assert (args.sampling_backend, args.page_size, args.cuda_graph_backend_prefill) == ("zoo", 128, "disabled")
     assert getattr(args, options.CHECKED)
+    # a child process, where SGLang asks again: what arrives resolved is left alone
+    before = dict(vars(args))
+    monkeypatch.setattr(options, "check", None)
+    options.around_resolution(called.append, args)
+    assert called == [args, args] and vars(args) == before
+
+
+def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.23 keeps the fields as they were given."""
+    monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+    decided = arguments(sampling_backend="zoo", moe_a2a_backend="deepep")
+    monkeypatch.setattr(options, "resolved", lambda args: decided)
+    args = arguments()
+    with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
+        options.around_resolution(lambda a: None, args)
+    assert not hasattr(args, options.CHECKED)
+
+
+def test_stand_in_another_sglang_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+    for version, said in (("0.5.17", 0), ("0.5.23", 1)):
+        stand_in_sglang(monkeypatch, version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options.around_resolution(lambda a: None, arguments())
+        assert len(caught) == said and all("not with 0.5.23: prove them with `zoo verify" in str(w.message) for w in caught)
 
 
 def test_stand_in_other_backends_are_left_alone() -> None:
     args = arguments(attention_backend="fa3", tp_size=8, quantization="fp8")
     before = dict(vars(args))
-    options.around_post_init(lambda a: None, args)
+    options.around_resolution(lambda a: None, args)
     assert vars(args) == before
 
 
@@ -328,7 +358,7 @@ def test_stand_in_graphs_that_the_plugin_does_not_capture_are_refused() -> None:
 
 def test_half_a_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="share one backend"):
-        options.around_post_init(lambda a: None, arguments(attention_backend="fa3", decode_attention_backend="zoo"))
+        options.around_resolution(lambda a: None, arguments(attention_backend="fa3", decode_attention_backend="zoo"))
 
 
 @pytest.mark.parametrize("wrap", [dict, lambda **k: types.SimpleNamespace(**k)], ids=["client", "server"])
@@ -349,11 +379,15 @@ def test_sampling_parameters_are_the_zoos(wrap: Callable[..., Any]) -> None:
         {"logit_bias": {"3": 1.0}},
         {"regex": "a+"},
         {"min_new_tokens": 2},
+        {"watermark": {"enabled": True}},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}=.* can't replay"):
             translate(**bad)
     with pytest.raises(ValueError, match="temperature must be 0 \\(greedy\\) or between"):
         translate(temperature=3e-6)
+    with pytest.raises(ValueError, match="beam_width=4 is not sampling"):
+        translate(beam_width=4)
+    assert translate(beam_width=1) == translate()
 
 
 def test_seeds_come_from_the_answers_id() -> None:
@@ -680,15 +714,28 @@ def test_stand_in_fingerprint_of_an_engine() -> None:
         client.fingerprint(engine(mine, other))
 
 
-def sglang_is_there() -> bool:
-    try:
-        import sglang.srt.managers.scheduler  # noqa: F401
-    except Exception:  # installed or not, it can't be imported here
-        return False
-    return True
+def test_stand_in_session_of_updates() -> None:
+    calls: list[str] = []
+
+    def engine(opens: bool) -> Any:
+        def call(name: str, done: bool) -> Callable[[], tuple[bool, str]]:
+            return lambda: (calls.append(name) or done, "one is open already")  # type: ignore[func-returns-value]
+
+        return types.SimpleNamespace(begin_weight_update=call("begin", opens), end_weight_update=call("end", True))
+
+    with pytest.raises(KeyError), updating(engine(True)):
+        raise KeyError  # an update that fails leaves no open session behind
+    assert calls == ["begin", "end"]
+    with pytest.raises(ValueError, match="session of weight updates: one is open already"), updating(engine(False)):
+        calls.append("never")
+    assert calls == ["begin", "end", "begin"]
+    with updating(object()):
+        calls.append("0.5.17 has none")
+    assert calls[-1] == "0.5.17 has none"
 
 
-def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resolver", ["__post_init__", "resolve_once"])
+def test_stand_in_registration(resolver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, Any, str]] = []
     registry = types.ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, hook, kind: found.append((target, hook, kind)))  # type: ignore[attr-defined]
@@ -696,6 +743,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     args = types.ModuleType("sglang.srt.server_args")
     args.ATTENTION_BACKEND_CHOICES, args.SAMPLING_BACKEND_CHOICES = ["fa3"], {"pytorch"}  # type: ignore[attr-defined]
     args.add_attention_backend_choices = args.ATTENTION_BACKEND_CHOICES.extend  # type: ignore[attr-defined]
+    args.ServerArgs = type("ServerArgs", (), {resolver: None})  # type: ignore[attr-defined]
     parsers = types.ModuleType("sglang.srt.configs.model_config_parser_registry")
     parsed: list[str] = []
     parsers.ModelConfigParserBase = object  # type: ignore[attr-defined]
@@ -713,6 +761,7 @@ def test_stand_in_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.ATTENTION_BACKEND_CHOICES == ["fa3", "zoo", "zoo_unaligned"] and "zoo" in args.SAMPLING_BACKEND_CHOICES
     assert set(parsed) == {names.PARSER}
     assert len(found) == 2 * len(register.__globals__["hooks"]()) and all(target.startswith("sglang.srt.") for target, _, _ in found)
+    assert found[0][:2] == (f"sglang.srt.server_args.ServerArgs.{resolver}", options.around_resolution)
 
 
 def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,6 +815,7 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
     """The plugin's pages that only a scheduler imports, over stand-ins of what they take from SGLang."""
     found = types.SimpleNamespace(backend=None, capturer=None)
     taken: dict[str, dict[str, Any]] = {
+        "arg_groups.overrides": {"resolved_view": lambda args: args},
         "layers.attention.base_attn_backend": {"AttentionBackend": object},
         "layers.logits_processor": {"LogitsProcessorOutput": types.SimpleNamespace},
         "model_executor.forward_context": {"get_attn_backend": lambda: found.backend},
@@ -845,28 +895,6 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
     # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sglang_is_there(), reason="sglang can't be imported here")
-def test_registration_with_the_real_registries() -> None:
-    from importlib import import_module
-
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    page = import_module("zoo.sglang_plugin.register")
-    HookRegistry.reset()
-    register()
-    HookRegistry.apply_hooks()
-    assert HookRegistry._patched == {f"sglang.srt.{target}" for target, _, _ in page.hooks()}
-    page.register_classes()
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.models.registry import ModelRegistry
-
-    assert ATTENTION_BACKENDS["zoo"].__module__ == "zoo.sglang_plugin.backend"
-    for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-        assert ModelRegistry.models[architecture].__module__ == "zoo.sglang_plugin.models.qwen3"
-    assert ModelRegistry.models[names.HYBRID_ARCHITECTURE].__module__ == "zoo.sglang_plugin.models.qwen3_5"
 
 
 @pytest.mark.interpreted

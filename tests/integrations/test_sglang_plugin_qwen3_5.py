@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_harness import arguments
+from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
 from zoo.common.rows import Rows
@@ -357,8 +357,9 @@ PUBLISHED = {"4b": wrapped(SIZES["4b"]), "35b-a3b": wrapped(MOE_SIZES["35b-a3b"]
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "read_config", lambda path, revision: PUBLISHED[size])
+    stand_in_sglang(monkeypatch)
     args = arguments()
-    options.around_post_init(lambda a: None, args)
+    options.around_resolution(lambda a: None, args)
     assert (args.page_size, args.chunked_prefill_size, args.max_running_requests) == (80, 8240, 64)
     assert args.disable_radix_cache is True and args.model_config_parser == "zoo"
     given = arguments(chunked_prefill_size=560, max_running_requests=16)

@@ -62,6 +62,23 @@ class Deaf(StandIn):
     takes_updates = False
 
 
+class InSessions(StandIn):
+    """SGLang 0.5.23: weights are taken in a session only."""
+
+    opened = closed = 0
+
+    def begin_weight_update(self) -> tuple[bool, str]:
+        self.opened += 1
+        return self.opened == self.closed + 1, "one is open"
+
+    def end_weight_update(self) -> tuple[bool, str]:
+        self.closed += 1
+        return self.opened == self.closed, "none is open"
+
+    def update_weights_from_tensor(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+        return super().update_weights_from_tensor(tensors) if self.opened > self.closed else (False, "no session is open")
+
+
 class Refusing(StandIn):
     def update_weights_from_tensor(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         return False, "no room"
@@ -82,6 +99,12 @@ def test_both_rungs_through_sglang(monkeypatch: pytest.MonkeyPatch, arch: str) -
     assert options["attention_backend"] == "zoo" and options["context_length"] == 130 + 4 + 8
     assert options["max_running_requests"] == 7 and options["max_total_tokens"] >= 6 * (130 + 4)
     assert not Path(options["model_path"]).exists()  # what was written for it is gone
+
+
+def test_weights_are_pushed_in_a_session_where_sglang_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert climbed(monkeypatch, InSessions).ok
+    # control: without it this stand-in refuses
+    assert InSessions.update_weights_from_tensor(types.SimpleNamespace(opened=1, closed=1), []) == (False, "no session is open")  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_served_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

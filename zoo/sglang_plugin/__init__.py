@@ -2,14 +2,14 @@
 
 `register` is the entry point. It adds choices and hooks; each hook returns at once unless the server was started with one of
 `PROGRAMS`, so an installed plugin changes nothing for other servers. For clients: `fingerprint`, `record`, `routing`,
-`seed_of`.
+`seed_of`, `updating`.
 """
 
 from __future__ import annotations
 
-from zoo.sglang_plugin.client import fingerprint, record, routing
+from zoo.sglang_plugin.client import fingerprint, record, routing, updating
 from zoo.sglang_plugin.names import EXACT, FILTERED, PROGRAMS, ROUTING_WEIGHTS
 from zoo.sglang_plugin.register import register
 from zoo.sglang_plugin.requests import seed_of
 
-__all__ = ["EXACT", "FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of"]
+__all__ = ["EXACT", "FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of", "updating"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,27 @@ def states(server: Any) -> list[dict[str, Any]]:
     if not said or any(state is None for state in said):
         raise ValueError("this server does not run the zoo's backend: start it with --attention-backend zoo")
     return said
+
+
+@contextmanager
+def updating(engine: Any) -> Iterator[None]:
+    """Around an `sglang.Engine`'s updates by tensors or a process group: SGLang 0.5.23 takes them in a session, 0.5.17 has none.
+
+    ValueError if the session does not open or close.
+    """
+    session = hasattr(engine, "begin_weight_update")
+    if session:
+        _done(engine.begin_weight_update())
+    try:
+        yield
+    finally:
+        if session:
+            _done(engine.end_weight_update())
+
+
+def _done(answer: Sequence[Any]) -> None:
+    if not answer[0]:
+        raise ValueError(f"SGLang's session of weight updates: {answer[1]}")
 
 
 def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str, Any], printed: Fingerprint) -> Completion:

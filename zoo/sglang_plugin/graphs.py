@@ -11,6 +11,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from zoo.sglang_plugin.backend import PagedBackend
 from zoo.sglang_plugin.memory import PrefillSteps
+from zoo.sglang_plugin.options import resolved
 from zoo.sglang_plugin.served import Served
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class BoundedGraphRunner(DecodeCudaGraphRunner):
 
     def _capture_one_stream(self, stream_idx: int | None = None) -> None:
         super()._capture_one_stream(stream_idx)
-        backend, model, args = self.attn_backend, self.model_runner.model, self.model_runner.server_args
+        backend, model, args = self.attn_backend, self.model_runner.model, resolved(self.model_runner.server_args)
         assert isinstance(model, Served)
         most = 0 if args.disable_prefill_cuda_graph else model.most_rows(args.chunked_prefill_size)
         length = min(model.zoo.captured_length, backend.context)

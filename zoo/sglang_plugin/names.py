@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # value of --attention-backend -> program of the zoo
 PROGRAMS = {"zoo": "aligned", "zoo_unaligned": "unaligned"}
+# SGLang's versions whose bytes were compared with the trainer's on a GPU; others start with a warning
+PROVEN = ("0.5.17",)
 SAMPLER = "zoo"
 # meta_info key of the log-probabilities after top-k, top-p and min-p too, one per output token
 FILTERED = "output_token_filtered_logprobs"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zoo.common.hub import read_config
 from zoo.common.registry import model_class
-from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, SAMPLER
+from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, PROVEN, SAMPLER
 from zoo.sglang_plugin.slots import power_of_two
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
 CHUNK_TOKENS = 8192  # of chunked prefill where SGLang's own default is no multiple of the page
 REQUESTS = 64  # running at once where each needs a slot of state
-CHECKED = "_zoo_checked"  # left on the server's arguments by `around_post_init`; the scheduler asserts it
+CHECKED = "_zoo_checked"  # left on the server's arguments by `around_resolution`; the scheduler asserts it
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ REFUSALS = (
     Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
     *(Refusal(name, (1,), ONE_DEVICE) for name in ("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size")),
     Refusal("enable_dp_attention", (False,), ONE_DEVICE),
+    Refusal("attn_dp_size", (1,), ONE_DEVICE),
     Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),
     Refusal("quantization", (None,), "weights are served as the trainer holds them"),
     Refusal("torchao_config", ("", None), "weights are served as the trainer holds them"),
@@ -51,6 +53,7 @@ REFUSALS = (
     Refusal("enable_hierarchical_cache", (False,), "history moved to the host and back is untested", inexact=True),
     Refusal("enable_lmcache", (False,), "history kept elsewhere is untested", inexact=True),
     Refusal("enable_flexkv", (False,), "history kept elsewhere is untested", inexact=True),
+    Refusal("enable_unified_cache_external_linker", (False,), "history kept elsewhere is untested", inexact=True),
     Refusal("speculative_algorithm", (None,), "drafted tokens are verified by rows that the plugin does not build yet"),
     Refusal("dllm_algorithm", (None,), "only causal language models are served"),
     Refusal("is_embedding", (False,), "only causal language models are served"),
@@ -62,17 +65,22 @@ REFUSALS = (
     Refusal("enable_single_batch_overlap", (False,), "the plugin's layers have nothing to overlap"),
     Refusal("enable_pdmux", (False,), "prefill and decode on shared multiprocessors are untested"),
     Refusal("enable_torch_compile", (False,), "a compiler may fuse and reorder the plugin's arithmetic"),
-    Refusal("enable_tf32_matmul", (False,), "it changes arithmetic of the whole process"),
+    Refusal("enable_tf32_matmul", (False, None), "it changes arithmetic of the whole process"),
     Refusal("enable_deterministic_inference", (False,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("rl_on_policy_target", (None,), "it replaces the sampler and PyTorch's products; the plugin needs neither"),
     Refusal("cpu_offload_gb", (0,), "weights must stay where CUDA graphs read them"),
     Refusal("offload_group_size", (-1,), "weights must stay where CUDA graphs read them"),
+    Refusal("enable_paged_experts", (False,), "weights must stay where CUDA graphs read them"),
+    Refusal("startup_weight_load_mode", ("serial",), "weights that come after the graphs are untested"),
+    Refusal("enable_nvidia_megakernel", (False,), "the plugin's own model classes run"),
     Refusal("model_impl", ("auto", "sglang"), "the plugin's own model classes run"),
     Refusal("json_model_override_args", ("{}", "", None), "trainer and server read one config.json"),
     Refusal("enable_custom_logit_processor", (False,), "the trainer can't replay it"),
+    Refusal("enable_watermark", (False,), "the trainer can't replay it"),
     Refusal("preferred_sampling_params", (None,), "each request must name its own program"),
     Refusal("enable_mis", (False,), "several items in one sequence are untested"),
     Refusal("enable_return_hidden_states", (False, None), "the plugin returns log-probabilities only"),
+    Refusal("enable_return_aux_hidden_states", (False,), "the plugin returns log-probabilities only"),
     Refusal("enable_return_indexer_topk", (False,), "these models have no indexer"),
     Refusal("prefill_only_disable_kv_cache", (False,), "attention reads the cache"),
     Refusal("elastic_ep_backend", (None,), ONE_DEVICE),
@@ -83,18 +91,40 @@ REFUSALS = (
 )
 
 
-def around_post_init(original: Callable[[Any], None], args: Any) -> None:
-    """Hook around `ServerArgs.__post_init__`: for other backends just the original."""
+def around_resolution(original: Callable[[Any], None], args: Any) -> None:
+    """Hook around the method of ServerArgs that resolves the options: for other backends just the original."""
     if args.attention_backend not in PROGRAMS:
         _refuse_half(args)
+        return original(args)
+    if getattr(args, CHECKED, False):  # a child process, where resolved options arrive
         return original(args)
     if str(args.model_path).lower() in ("none", "dummy"):
         raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
     imply(args, read_config(args.model_path, args.revision))
     original(args)
-    check(args)
-    object.__setattr__(args, CHECKED, True)
+    check(resolved(args))
+    _warn_unproven()
+    setattr(args, CHECKED, True)
     return None
+
+
+def resolved(args: Any) -> Any:
+    """The options as resolution left them: SGLang 0.5.17 writes them back into the fields, 0.5.23 keeps what was given there."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(args)
+
+
+def _warn_unproven() -> None:
+    """No log message: `sglang.Engine` drops warnings of the log by default."""
+    import sglang
+
+    if sglang.__version__ not in PROVEN:
+        warnings.warn(
+            f"the zoo's bytes were compared on a GPU with SGLang {', '.join(PROVEN)}, not with {sglang.__version__}: "
+            "prove them with `zoo verify ARCH --checkpoint PATH --engine sglang`",
+            stacklevel=2,
+        )
 
 
 def _refuse_half(args: Any) -> None:

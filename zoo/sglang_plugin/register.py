@@ -2,7 +2,8 @@
 
 Each hook (SGLang's HookRegistry), why no registry does it, and who notices if it is not active, since SGLang only logs that:
 
-- around ServerArgs.__post_init__: one option implies others before they are resolved. The scheduler asserts its mark.
+- around ServerArgs.__post_init__ (resolve_once where SGLang has it): one option implies others before they are resolved. The scheduler
+  asserts its mark.
 - around ModelRunner.initialize: backend, sampler and models enter their registries only where they are used. Without it
   `--attention-backend zoo` is unknown to the scheduler.
 - around PagedTokenToKVPoolAllocator.alloc_extend: SGLang's kernel takes pages of a power of two only; for others it is asked for
@@ -30,7 +31,7 @@ from typing import Any
 
 from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
-from zoo.sglang_plugin.options import around_post_init
+from zoo.sglang_plugin.options import around_resolution
 from zoo.sglang_plugin.parser import register_parser
 from zoo.sglang_plugin.slots import around_alloc_extend
 
@@ -59,7 +60,7 @@ def register() -> None:
 def hooks() -> list[tuple[str, Callable[..., Any], str]]:
     """(target below sglang.srt, hook, kind) of every hook."""
     return [
-        ("server_args.ServerArgs.__post_init__", around_post_init, "AROUND"),
+        (f"server_args.ServerArgs.{resolver()}", around_resolution, "AROUND"),
         ("model_executor.model_runner.ModelRunner.initialize", around_initialize, "AROUND"),
         ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend", around_alloc_extend, "AROUND"),
         ("model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", after_graph_runner, "AFTER"),
@@ -73,6 +74,13 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         (UPDATER + ".update_weights_from_tensor", before_update, "BEFORE"),
         ("managers.scheduler.Scheduler.flush_cache", after_flush, "AFTER"),
     ]
+
+
+def resolver() -> str:
+    """The method of ServerArgs that resolves the options: in SGLang 0.5.23 no longer their construction."""
+    from sglang.srt.server_args import ServerArgs
+
+    return "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"
 
 
 def around_initialize(original: Callable[..., Any], runner: Any) -> Any:

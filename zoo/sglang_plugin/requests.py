@@ -20,11 +20,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "regex": (None, ""),
     "ebnf": (None, ""),
     "structural_tag": (None, ""),
+    "watermark": (None,),
 }
 # fields of the request itself that the plugin does not serve
 UNSERVED = (
     "lora_path", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "image_data", "video_data",
-    "audio_data", "input_embeds", "session_params", "positional_embed_overrides",
+    "audio_data", "input_embeds", "session_params", "positional_embed_overrides", "sampling_logprobs_mode", "watermark",
 )  # fmt: skip
 
 
@@ -48,6 +49,8 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
         value = field(name, None)
         if value not in neutral:
             raise ValueError(f"{name}={value!r} changes the logits in a way that the trainer can't replay")
+    if field("beam_width", 1) != 1:
+        raise ValueError(f"beam_width={field('beam_width', 1)} is not sampling: only drawn tokens are served")
     temperature, top_k = float(field("temperature", 1.0)), int(field("top_k", -1))
     seed = field("sampling_seed", None)
     seed = seed_of(request_id) if seed is None else int(seed)

@@ -83,8 +83,11 @@ class SGLang:
         return [record(answer, ids, given, served) for answer, ids, given in zip(answers, asked, sent, strict=True)]
 
     def update(self) -> None:
+        from zoo.sglang_plugin import updating
+
         if self._engine is not None:
-            done = self._engine.update_weights_from_tensor(list(self.subject.trainer.published_tensors(aliases=False)))
+            with updating(self._engine):
+                done = self._engine.update_weights_from_tensor(list(self.subject.trainer.published_tensors(aliases=False)))
             if not done[0]:
                 raise ValueError(f"SGLang did not take the weights: {done[1]}")
 
