@@ -3,8 +3,8 @@
     python -m benchmarks.sglang qwen3 --size 8b [--layers N] [--backends fa3,triton] [--out rows.jsonl] [--profile]
 
 Weights are random ones of realistic scale, written once; DeepGEMM is qualified for this GPU first, so that no fallback is measured.
-Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time;
-one that is late is stopped while others measure. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
+Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time,
+while the others, ready or late, stand still. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
 is flushed between calls and log-probabilities are returned. `stock` is as it comes, its prefill graphs included; `eager-prefill` (if
 asked for by --contenders) is stock without them.
 A row is written the moment it is measured; a rival's row carries the zoo's speed over it.
@@ -160,12 +160,18 @@ class Race:
             self.wait(0.2)
 
     def turn(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
-        """All measures `turns` times; every other time the contenders' order is reversed."""
+        """All measures `turns` times; every other time the contenders' order is reversed. Who is not measured stands still."""
+        for entrant in entrants:
+            entrant.pause()  # an idle scheduler polls, and takes a core from the one that is measured
         for number in range(self.turns):
             for measure in measures:
                 for entrant in entrants[:: -1 if number % 2 else 1]:
                     if entrant.name not in self.failed:
+                        entrant.resume()
                         self._measure(entrant, measure, number)
+                        entrant.pause()
+        for entrant in entrants:
+            entrant.resume()
 
     def _measure(self, entrant: Entrant, measure: Measure, number: int) -> None:
         guess = self.took.get(measure.label, measure.seconds)

@@ -311,6 +311,7 @@ class FakeEntrant:
         self.name, self.speeds, self.late, self.why, self.took = name, speeds, late, why, took
         self.ready: dict[str, Any] | None = {"ready": True, "start_s": 1.0}
         self.log: list[str] = []
+        self.still = False
         if name == sglang.ZOO:
             self.ready |= {"qualification": "qualified"}
 
@@ -318,8 +319,6 @@ class FakeEntrant:
     def state(self) -> str:
         if self.why:
             return "failed"
-        if self.log and self.log[-1] == "pause":
-            return "starting"
         self.late -= 1
         return "ready" if self.late < 0 else "starting"
 
@@ -327,6 +326,7 @@ class FakeEntrant:
         self.log.append("start")
 
     def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+        assert not self.still, "nobody answers who stands still"
         self.log.append(measure.label)
         if measure.kind.endswith(" profile"):
             return {"step_us": 9.0, "busy": 0.5, "launches": 2.0, "kernels": []}
@@ -336,9 +336,11 @@ class FakeEntrant:
         return {measure.unit: value, "took_s": self.took, "warm_s": 1.0}
 
     def pause(self) -> None:
+        self.still = True
         self.log.append("pause")
 
     def resume(self) -> None:
+        self.still = False
         self.log.append("resume")
 
     def close(self) -> None:
@@ -423,7 +425,8 @@ def test_a_contender_that_is_late_stands_still_and_is_measured_last(tmp_path: Pa
     race, path, _ = a_race(tmp_path)
     late = FakeEntrant("deterministic fa3", SPEEDS, late=40)
     race.together([FakeEntrant("zoo", SPEEDS, late=3), FakeEntrant("stock fa3", SPEEDS), late], MEASURES)
-    assert late.log[:3] == ["start", "pause", "resume"] and len(late.log) == 3 + len(MEASURES)
+    asked = [line for line in late.log if line not in ("pause", "resume")]
+    assert late.log[:3] == ["start", "pause", "resume"] and asked == ["start", *SPEEDS]
     assert [row["contender"] for row in rows_of(path)[-len(MEASURES) :]] == ["deterministic fa3"] * len(MEASURES)
 
 
@@ -460,6 +463,20 @@ def test_the_best_turn_counts(tmp_path: Path) -> None:
     assert race.best["zoo"]["64x128"] == 4000.0 and [row["turn"] for row in rows_of(path)] == [0, 1, 0, 1]
 
 
+def test_who_is_not_measured_stands_still(tmp_path: Path) -> None:
+    race, _, _ = a_race(tmp_path)
+    both: list[FakeEntrant] = []
+
+    class Watching(FakeEntrant):
+        def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+            assert [e.still for e in both] == [e is not self for e in both]
+            return super().ask(measure, seconds)
+
+    both += [Watching("zoo", SPEEDS), Watching("stock fa3", SPEEDS)]
+    race.turn(both, MEASURES)
+    assert not any(e.still for e in both) and "64x128" in both[1].log, "they can end, and were asked"
+
+
 def test_every_other_turn_is_in_the_other_order(tmp_path: Path) -> None:
     race, path, _ = a_race(tmp_path, turns=3)
     race.turn([FakeEntrant("zoo", SPEEDS), FakeEntrant("stock fa3", SPEEDS)], MEASURES[:1])
@@ -477,7 +494,8 @@ def test_one_by_one_ends_each_before_the_next(tmp_path: Path) -> None:
             yield order[-1]
 
     race.one_by_one(enter(), MEASURES, profile=True)
-    assert order[0].log == ["start", *SPEEDS, "decode profile", "decode profile", "prefill profile", "close"]
+    log = [line for line in order[0].log if line not in ("pause", "resume")]
+    assert log == ["start", *SPEEDS, "decode profile", "decode profile", "prefill profile", "close"]
     assert [row["batch"] for row in rows_of(path) if row["what"] == "decode profile"] == [1, 64, 1, 64]
     assert [row["batch"] for row in rows_of(path) if row["what"] == "prefill profile"] == [64, 64]
 
