@@ -302,7 +302,7 @@ stage_train35() {
 }
 
 stage_train_qwen35() {
-  job train_qwen35 80 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --budget 75 "${shared[@]}"
+  job train_qwen35 80 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --profile --budget 75 "${shared[@]}"
   stage "Qwen3.5-4B: train step" 5 train_qwen35
 }
 

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=4096, help="tokens of each")
     made.add_argument("--lengths", help="documents whose bytes are compared before anything is timed")
     made.add_argument("--ablate", action="store_true", help="added time per aligned op, of decode and score where asked for")
-    made.add_argument("--profile", action="store_true", help="the kernels of a decode step")
+    made.add_argument("--profile", action="store_true", help="the kernels of a decode step, and of a train step")
     made.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", type=Path, help="append JSON rows to this file")
@@ -153,7 +153,7 @@ def _plan(
     if given.ablate and bench.rival is not None:
         yield "ablate", lambda: ablate(bench, sorted({batches[0], batches[-1]}), contexts[0], *size, parts)
     if "train" in parts:
-        yield "train", lambda: train(bench, *size)
+        yield "train", lambda: train(bench, *size, profiled=given.profile)
     if "long" in parts:
         yield "long", lambda: train(bench, 1, LONG, "long", (True,), rounds=2)
 

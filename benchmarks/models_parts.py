@@ -88,25 +88,30 @@ class Decoder:
             self.graph.positions_N.add_(1)
             self.graph.lengths_N.add_(1)
 
-    def profile(self, most: int = 15) -> list[dict[str, Any]]:
-        """The kernels of one step by their time: microseconds and launches."""
-        from torch.profiler import ProfilerActivity, profile
-
+    def profile(self) -> list[dict[str, Any]]:
+        """The kernels of one step."""
         assert self.graph is not None
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            self.graph.graph.replay()
-            torch.cuda.synchronize()
-        found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-        total = sum(e.self_device_time_total for e in found)
-        return [
-            {
-                "kernel": e.key[:90],
-                "us": e.self_device_time_total,
-                "launches": e.count,
-                "share": e.self_device_time_total / max(total, 1e-9),
-            }
-            for e in found[:most]
-        ]
+        return profile_of(self.graph.graph.replay)
+
+
+def profile_of(call: Callable[[], Any], most: int = 15) -> list[dict[str, Any]]:
+    """The kernels of one call by their time: microseconds, launches, share of all kernels' time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in found)
+    return [
+        {
+            "kernel": e.key[:90],
+            "us": e.self_device_time_total,
+            "launches": e.count,
+            "share": e.self_device_time_total / max(total, 1e-9),
+        }
+        for e in found[:most]
+    ]
 
 
 def decoders(bench: Bench, programs: Mapping[str, Program], batch: int, context: int) -> dict[str, Decoder]:
@@ -173,7 +178,15 @@ def score(bench: Bench, documents: int, length: int) -> None:
     free(bench)
 
 
-def train(bench: Bench, documents: int, length: int, what: str = "train", modes: Sequence[bool] = (False, True), rounds: int = 4) -> None:
+def train(
+    bench: Bench,
+    documents: int,
+    length: int,
+    what: str = "train",
+    modes: Sequence[bool] = (False, True),
+    rounds: int = 4,
+    profiled: bool = False,
+) -> None:
     """Forward and backward of -score.sum() / N. Peak memory is that of the step with parameters and gradients."""
     ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
     for checkpointed in modes:
@@ -181,13 +194,15 @@ def train(bench: Bench, documents: int, length: int, what: str = "train", modes:
             continue
         peaks: dict[str, float] = {}
         calls = {name: _step(bench, program, ids, starts, checkpointed, peaks, name) for name, program in bench.programs.items()}
-        more = {"documents": documents, "length": length, "checkpointing": checkpointed}
+        more: dict[str, Any] = {"documents": documents, "length": length, "checkpointing": checkpointed}
         try:
             times = turns(calls, min(rounds, bench.rounds), bench.device)
         except torch.OutOfMemoryError as error:
             bench.record.add({"kind": "model", "arch": bench.arch, "size": bench.size, "what": what, **more, "error": first_line(error)})
             print(f"{what}, checkpointing {checkpointed}: {first_line(error)}", flush=True)
         else:
+            if profiled and bench.device.type == "cuda":
+                more["profile"] = {name: profile_of(call, 25) for name, call in calls.items()}
             bench.row(what, times, documents * length, **more, **{f"{name}_peak_gib": peak for name, peak in peaks.items()})
         del calls
         free(bench)

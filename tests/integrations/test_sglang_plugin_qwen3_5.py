@@ -360,7 +360,7 @@ def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypat
     stand_in_sglang(monkeypatch)
     args = arguments()
     options.around_resolution(lambda a: None, args)
-    assert (args.page_size, args.chunked_prefill_size, args.max_running_requests) == (80, 8240, 64)
+    assert (args.page_size, args.chunked_prefill_size, args.max_running_requests) == (80, 8960, 64)
     assert args.disable_radix_cache is True and args.model_config_parser == "zoo"
     given = arguments(chunked_prefill_size=560, max_running_requests=16)
     options.imply(given, PUBLISHED[size])

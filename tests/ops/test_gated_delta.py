@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 from zoo.common.delta_memory import CHUNK, DeltaMemory, DeltaState, PackedDelta
 from zoo.common.ops import CONTRACTS, gated_delta, gated_delta_states
 from zoo.common.ops.cases import cases_of, check, trial
-from zoo.common.ops.gated_delta import cases, reference
+from zoo.common.ops.gated_delta import backward, cases, reference, rival_fla
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, SlotPlace, packed_rows, push
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -343,3 +345,32 @@ def test_unequal_widths_are_refused_on_a_gpu() -> None:
     for widths in ((32, 16), (16, 32), (48, 48)):
         with pytest.raises(ValueError, match="no provider of byte class 'chunk_replay' on cuda can run it"):
             CONTRACTS["gated_delta"].provider(program, (1, 2, *widths))
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+def test_the_rival_trains_by_its_own_backward(monkeypatch: pytest.MonkeyPatch, of_states: bool) -> None:
+    """Through a stand-in for flash-linear-attention, whose gradients are autograd's and no chunk's."""
+    calls = 0
+
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, initial_state: Any, **_: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        args = dict(zip(OPERANDS, (q[0], k[0], v[0], g[0], beta[0])), lengths=lengths)
+        out = recurrence(args, initial_state).to(v.dtype)
+        return out[None], (out.float().sum() * torch.ones(len(lengths), *v.shape[2:3], q.shape[3], v.shape[3]))
+
+    fake = types.ModuleType("fla.ops.gated_delta_rule")
+    monkeypatch.setattr(fake, "chunk_gated_delta_rule", chunk_gated_delta_rule, raising=False)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", fake)
+    lengths = [70, 5]
+    args = made(lengths, dtype=torch.float32)
+    rows, operands = packed_rows(args), [args[name] for name in OPERANDS]
+    initial = 0.1 * torch.randn(2, 2, 16, 16) if of_states else None
+    grad = torch.randn(operands[2].shape)
+    found = rival_fla.gated_delta_backward(grad, None, *operands, initial, rows)
+    wanted = backward.gated_delta_backward(grad, None, *operands, initial, rows)
+    assert calls == 1 and CONTRACTS["gated_delta"].providers[2].function("backward") is rival_fla.gated_delta_backward
+    assert (found[5] is None) == (initial is None)
+    for a, b in zip(found, wanted):
+        assert a is None or far(a, b) < 1e-4
+    assert far(found[0], wanted[1]) > 0.1, "and a wrong gradient is far"

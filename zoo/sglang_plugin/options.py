@@ -16,7 +16,9 @@ from zoo.sglang_plugin.slots import power_of_two
 logger = logging.getLogger(__name__)
 
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
-CHUNK_TOKENS = 8192  # of chunked prefill where SGLang's own default is no multiple of the page
+# chunks of prefill where SGLang's own default is no multiple of the page: so many prompts of so many tokens, which SGLang counts in
+# whole pages
+CHUNK_PROMPTS, CHUNK_PROMPT = 16, 512
 REQUESTS = 64  # running at once where each needs a slot of state
 CHECKED = "_zoo_checked"  # left on the server's arguments by `around_resolution`; the scheduler asserts it
 
@@ -170,7 +172,7 @@ def _imply_chunks(args: Any, page: int) -> None:
     """Chunks of prefill are whole pages; SGLang's own default fits pages of a power of two."""
     given = args.chunked_prefill_size
     if given is None and not power_of_two(page):
-        args.chunked_prefill_size = -(-CHUNK_TOKENS // page) * page  # rounded up: whole prompts of a power of two still share it
+        args.chunked_prefill_size = CHUNK_PROMPTS * -(-CHUNK_PROMPT // page) * page
     elif given is not None and given > 0 and given % page:
         raise ValueError(f"--chunked-prefill-size {given} is not a multiple of the model's page of {page} tokens")
 

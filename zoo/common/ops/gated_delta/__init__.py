@@ -46,7 +46,7 @@ CONTRACT = Contract(
         ),
         Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_serves, defining=True),
         Provider(
-            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", BACKWARD,
+            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", f"{__name__}.rival_fla:gated_delta_backward",
             needs=("fla.ops.gated_delta_rule",), defining=True,
         ),
         Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_serves, defining=True),

@@ -5,6 +5,7 @@ Decode goes a token at a time by `rival_tokens`, which updates slots in place, a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import DeltaState
@@ -29,6 +30,27 @@ def gated_delta(
         cu_seqlens=rows.starts_N1.long(),
     )
     return out[0], final
+
+
+def gated_delta_backward(
+    grad_RVE: Tensor,
+    grad_final_NVKE: Tensor | None,
+    q_RHK: Tensor,
+    k_RHK: Tensor,
+    v_RVE: Tensor,
+    log_decay_RV: Tensor,
+    beta_RV: Tensor,
+    initial_NVKE: Tensor | None,
+    rows: Rows,
+) -> tuple[Tensor | None, ...]:
+    """flash-linear-attention's own backward, after its forward once more. Gradients in the operands' order, the initial state's last."""
+    operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, *(() if initial_NVKE is None else (initial_NVKE,)))
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in operands]
+        out, final = gated_delta(*inputs[:5], inputs[5] if len(inputs) > 5 else None, rows)
+        grads = (grad_RVE, torch.zeros_like(final) if grad_final_NVKE is None else grad_final_NVKE)
+        found = torch.autograd.grad((out, final), inputs, grads)
+    return (*found, *(None for _ in range(6 - len(found))))
 
 
 def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
