@@ -47,7 +47,8 @@ def gated_delta_backward(
     operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, *(() if initial_NVKE is None else (initial_NVKE,)))
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in operands]
-        out, final = gated_delta(*inputs[:5], inputs[5] if len(inputs) > 5 else None, rows)
+        q, k, v, log_decay, beta, initial = (*inputs, None)[:6]
+        out, final = gated_delta(q, k, v, log_decay, beta, initial, rows)
         grads = (grad_RVE, torch.zeros_like(final) if grad_final_NVKE is None else grad_final_NVKE)
         found = torch.autograd.grad((out, final), inputs, grads)
     return (*found, *(None for _ in range(6 - len(found))))
