@@ -53,7 +53,7 @@ def test_states_and_outputs(live_slot: bool) -> None:
     plain, padded, found = states(), states(), []
     weight = torch.randn(8, 4)
     slot_N = torch.tensor(SLOTS)
-    slots_of_all = torch.cat([slot_N, torch.zeros(PREFILL_SEQUENCES + 1 - 3, dtype=torch.int64)])
+    slots_of_all = torch.cat([slot_N, torch.zeros(PREFILL_SEQUENCES[0] + 1 - 3, dtype=torch.int64)])
     if live_slot:
         slots_of_all[3] = SLOTS[1]
     for count, counts, contexts in PUSHES[:1] if live_slot else PUSHES:

@@ -73,7 +73,7 @@ class LateRunner(Runner):
 
 def test_a_position_off_by_one_in_the_seed_is_caught() -> None:
     broken = engine()
-    broken.runner = LateRunner(broken.model, broken.scheduler.memory, graphs=False)
+    broken.runner = LateRunner(broken.model, broken.scheduler.memory, graphs=False, chunk_rows=2048)
     record = broken.generate([REQUESTS[5][0]], REQUESTS[5][1])[0]
     assert trained(twins("dense")[0], record)["output_ids"] != record.output_ids
     assert numbers(record) != baseline("dense")[5]

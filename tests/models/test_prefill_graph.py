@@ -17,7 +17,7 @@ from zoo.common.engine import Engine
 from zoo.common.engine.runner import Runner
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
-from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_bucket
+from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_bucket, prefill_counts
 from zoo.qwen3 import Qwen3ForServing
 
 KINDS = tuple(MODELS)
@@ -34,8 +34,14 @@ PUSHES: list[dict[int, int]] = [
     {7: 200},
     {4: 4, 5: 3},
 ]
+MOST = 2500
 LONG = [900, 1500]  # of a GPU, whose key segments are longer
 LONG_PUSHES: list[dict[int, int]] = [{8: 700, 9: 1}, {9: 999}, {8: 200, 9: 500}]
+# of captured prefills larger than PREFILL_ROWS: on a CPU those constants are small, on a GPU the sequences long
+LARGE = [30, 31, 5, 9, 40, 20, 11, 3, 7, 200]
+LARGE_PUSHES: list[dict[int, int]] = [{n: LARGE[n] // 2 for n in range(10)}, {9: 90, 0: 15, 1: 16, 4: 20, 5: 10}, {8: 4, 7: 2, 3: 5}]
+LARGE_GPU = [1600, 70, 64, 63, 65, 5, 2, 3, 1300, 1500]
+LARGE_GPU_PUSHES: list[dict[int, int]] = [{n: LARGE_GPU[n] // 2 for n in range(10)}, {9: 750, 8: 650, 0: 600}, {0: 200, 1: 35, 2: 32}]
 
 
 def prepared(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequences, Sequences, list[dict[int, int]]]:
@@ -48,7 +54,7 @@ def prepared(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[S
     return Sequences(model, lengths, page), Sequences(model, lengths, page), pushes
 
 
-def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]]) -> list[str]:
+def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]], kinds: int = 3) -> list[str]:
     """What differs after each push, pushed eagerly and through captured prefills."""
     model, found = plain.model, []
     graphs: dict[int, PrefillGraph] = {}
@@ -57,13 +63,13 @@ def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]])
         wanted = model.prefill(ids, rows, plain.memory, table)
         assert wanted.isfinite().all()
         ids, rows, table = padded.batch(counts)
-        count = prefill_bucket(rows, model.captured_length)
+        count = prefill_bucket(rows, model.captured_length, MOST)
         assert count is not None
         if count not in graphs:
             graphs[count] = PrefillGraph(model, padded.memory, count)
         found += [] if same(graphs[count].replay(ids, rows, table), wanted) else [f"push {step}: hidden rows"]
         found += [f"push {step}: pool {n}" for n, (a, b) in enumerate(zip(plain.alive(), padded.alive(), strict=True)) if not same(a, b)]
-    assert len(graphs) > 2
+    assert len(graphs) >= kinds
     return found
 
 
@@ -89,6 +95,25 @@ def test_even_padding_of_nan_reaches_nobody(kind: str, device: str, monkeypatch:
             sequences.model.model.embed.weight[0] = torch.nan  # padding's token, which no sequence has
     assert not differing(plain, padded, pushes)
     assert pools(padded.memory)[0][:, 0].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_larger_captured_prefills_leave_every_byte(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a whole chunk, of many sequences. Captured, padding alone is several of them."""
+    lengths, pushes = (LARGE_GPU, LARGE_GPU_PUSHES) if device == "cuda" else (LARGE, LARGE_PUSHES)
+    if device == "cpu":
+        monkeypatch.setattr(serving, "captured", rerun)
+        monkeypatch.setattr(serving, "PREFILL_ROWS", (16, 32))
+        monkeypatch.setattr(serving, "PREFILL_STRIDE", 32)
+        monkeypatch.setitem(globals(), "MOST", 180)
+    model = made(kind, device)
+    page = None if device == "cuda" else 16 if kind == "qwen3" else 80
+    plain, padded = (Sequences(model, lengths, page) for _ in range(2))
+    rows = [Rows.pushed(list(counts.values()), None, "cpu") for counts in pushes]
+    large = [prefill_bucket(r, model.captured_length, MOST) for r in rows]
+    assert sum(count is not None and count > serving.PREFILL_ROWS[-1] for count in large) == 2
+    assert not differing(plain, padded, pushes, kinds=2)
 
 
 class OnALivePage(PaddedRows):
@@ -135,7 +160,7 @@ def test_padding_that_leaks_is_caught(kind: str, fault: type[PaddedRows], monkey
 def test_static_rows_in_numbers() -> None:
     padded = PaddedRows(64, 256, 3, "cpu")
     rows, addresses = padded.rows, [t.data_ptr() for t in (padded.ids_R, padded.table_NB, padded.rows.starts_N1)]
-    empty = PREFILL_SEQUENCES
+    empty = PREFILL_SEQUENCES[0]
     assert rows.starts_N1.tolist() == [0] + [64] * (empty + 1) and rows.lengths_N.tolist() == [64] + [0] * empty
     assert rows.positions_R.tolist() == list(range(64)) and (rows.max_rows, rows.max_length) == (64, 256)
     for counts, contexts in (([40, 24], [5, 0]), ([3, 1, 2], [0, 100, 7])):  # full, then few: nothing of the first is left
@@ -153,12 +178,32 @@ def test_static_rows_in_numbers() -> None:
         padded.fill(torch.zeros(65), Rows.pushed([65], None, "cpu"), torch.zeros(1, 2))
 
 
+def test_padding_longer_than_a_sequence_is_several() -> None:
+    padded = PaddedRows(640, 256, 3, "cpu")
+    rows, empty = padded.rows, PREFILL_SEQUENCES[0]
+    assert rows.starts_N1.tolist() == [0, 256, 512, *[640] * (empty - 1)]
+    assert rows.lengths_N.tolist() == [256, 256, 128, *[0] * (empty - 2)]
+    assert rows.positions_R.tolist() == [*range(256), *range(256), *range(128)]
+    assert rows.sequence_R.tolist() == [0] * 256 + [1] * 256 + [2] * 128
+    live = Rows.pushed([3, 300], [0, 0], "cpu")
+    with pytest.raises(AssertionError):  # a longer sequence than it was captured for
+        padded.fill(torch.zeros(303), live, torch.zeros(2, 2))
+    padded.fill(torch.zeros(203), Rows.pushed([3, 200], [0, 40], "cpu"), torch.zeros(2, 2))
+    assert rows.starts_N1.tolist()[:6] == [0, 3, 203, 459, 640, 640] and rows.lengths_N.tolist()[:5] == [3, 240, 256, 181, 0]
+    assert PaddedRows(1100, 256, 3, "cpu").rows.lengths_N.shape[0] == PREFILL_SEQUENCES[1] + 1
+
+
 def test_which_prefills_are_captured() -> None:
-    def count(counts: list[int], contexts: list[int] | None = None, length: int = 2048) -> int | None:
-        return prefill_bucket(Rows.pushed(counts, contexts, "cpu"), length)
+    def count(counts: list[int], contexts: list[int] | None = None, length: int = 2048, most: int = 1024) -> int | None:
+        return prefill_bucket(Rows.pushed(counts, contexts, "cpu"), length, most)
 
     assert [count([n]) for n in (1, 64, 65, 512, 1000, 1024, 1025)] == [64, 64, 128, 512, 1024, 1024, None]
     assert (count([1] * 8), count([1] * 9)) == (64, None)
+    assert prefill_counts(2048, 4000) == (64, 128, 256, 512, 1024, 2048, 3072, 4000) and prefill_counts(0, 4000) == ()
+    assert prefill_counts(100, 5000)[:3] == (64, 2048, 3072) and prefill_counts(2048, 128) == (64, 128)
+    large = [count([n // 2, n - n // 2], most=4000) for n in (1024, 1025, 1791, 1792, 2048, 2049, 3499, 3500, 4000, 4001)]
+    assert large == [1024, None, None, 2048, 2048, None, None, 4000, 4000, None], "at most an eighth is padding"
+    assert (count([100] * 32, most=3300), count([100] * 33, most=3300)) == (3300, None)
     assert (count([48, 5], [2000, 0]), count([49, 5], [2000, 0])) == (64, None)  # tokens 0 .. 2047 and 0 .. 2048
     assert (count([60], length=100), count([65], length=100), count([1], length=0)) == (64, None, None)
     plain = made("qwen3", "cpu")
@@ -200,6 +245,6 @@ def test_the_engine_takes_graphs_where_they_fit_and_no_byte_moves(kind: str, dev
         if device == "cpu":
             monkeypatch.setattr(serving, "captured", rerun)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True)
+            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True, engine.scheduler.chunk_rows)
         assert drive(engine) == wanted
         assert engine.stats.graph_rows > 0 and (engine.stats.graph_rows < engine.stats.prefill_rows) == (device == "cpu")

@@ -13,8 +13,10 @@ from zoo.common.memory import RESERVED_SLOT, ServingMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_ids, check_integers
 
-PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next, more run eagerly
-PREFILL_SEQUENCES = 8  # of a captured prefill at most, padding not counted
+PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next
+# above them every so many rows, up to a whole chunk: where padding would be more than an eighth a prefill runs eagerly
+PREFILL_STRIDE = 1024
+PREFILL_SEQUENCES = (8, 32)  # of a captured prefill at most, padding not counted: of one of PREFILL_ROWS, of a larger one
 
 
 class ForServing(Pretrained, nn.Module):
@@ -139,18 +141,32 @@ class PrefillGraph:
         return self.hidden_RD[: rows.count]
 
 
-def prefill_bucket(rows: Rows, length: int) -> int | None:
-    """Rows of the captured prefill that serves `rows`, for sequences of up to `length` tokens; None: they run eagerly."""
-    if rows.lengths_N.shape[0] > PREFILL_SEQUENCES or rows.max_length > length:
+def prefill_counts(length: int, most: int) -> tuple[int, ...]:
+    """Rows of each captured prefill of at most `most` rows, for sequences of up to `length` tokens."""
+    small = tuple(count for count in PREFILL_ROWS if count <= min(length, most))
+    largest = PREFILL_ROWS[-1]
+    return small if most <= largest or not length else (*small, *range(largest + PREFILL_STRIDE, most, PREFILL_STRIDE), most)
+
+
+def prefill_sequences(count: int) -> int:
+    return PREFILL_SEQUENCES[count > PREFILL_ROWS[-1]]
+
+
+def prefill_bucket(rows: Rows, length: int, most: int) -> int | None:
+    """Rows of the captured prefill, of `prefill_counts(length, most)`, that serves `rows`; None: they run eagerly."""
+    if rows.max_length > length:
         return None
-    return next((count for count in PREFILL_ROWS if rows.count <= count <= length), None)
+    count = next((count for count in prefill_counts(length, most) if rows.count <= count), None)
+    if count is None or rows.lengths_N.shape[0] > prefill_sequences(count):
+        return None
+    return count if count <= PREFILL_ROWS[-1] or 8 * rows.count >= 7 * count else None
 
 
 class PaddedRows:
-    """The static inputs of a captured prefill: `count` rows of up to PREFILL_SEQUENCES sequences of at most `length` tokens each.
+    """The static inputs of a captured prefill: `count` rows of up to `prefill_sequences(count)` sequences of at most `length` tokens.
 
-    The live sequences come first, then one of padding that owns the rows left over, then empty ones (no rows, length 0). Padding's
-    rows of the table are zeros, so it reads and writes the reserved page and slot 0 alone, which no live sequence has. By the row
+    The live sequences come first, then padding that owns the rows left over (one sequence, more where they are more than `length`),
+    then empty ones (no rows, length 0). Padding's rows of the table are zeros, so it reads and writes the reserved page and slot 0 alone, which no live sequence has. By the row
     and the place law live rows have the bytes that they have without it; its own are finite and never read.
 
     ids_R     int64
@@ -159,8 +175,9 @@ class PaddedRows:
     """
 
     def __init__(self, count: int, length: int, columns: int, device: torch.device | str) -> None:
-        assert 0 < count <= length, f"padding may own all {count} rows, a sequence has at most {length}"
-        sequences = PREFILL_SEQUENCES + 1
+        self.sequences = prefill_sequences(count)
+        sequences = self.sequences + 1
+        assert 0 < count <= length * sequences, f"padding may own all {count} rows, {sequences} sequences of at most {length}"
         self.count = count
         self.ids_R = torch.zeros(count, dtype=torch.int64, device=device)
         self.table_NB = torch.zeros(sequences, columns, dtype=torch.int32, device=device)
@@ -172,14 +189,16 @@ class PaddedRows:
             max_rows=count,
             max_length=length,
         )
-        self._ramp_R = torch.arange(count, device=device)
+        ramp_R = torch.arange(count, device=device)
+        self._position_R, self._piece_R = ramp_R % length, ramp_R // length
+        self._begin_N1 = torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
         self._pad(0, 0)
 
     def fill(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> None:
-        """The next live rows, on the current stream and without waiting for it. `prefill_bucket(rows, length)` is at most `count`."""
+        """The next live rows, on the current stream and without waiting for it. It is `prefill_bucket`'s for them."""
         live, sequences = rows.count, rows.lengths_N.shape[0]
         mine = self.rows
-        assert live <= self.count and sequences <= PREFILL_SEQUENCES and rows.max_length <= mine.max_length
+        assert live <= self.count and sequences <= self.sequences and rows.max_length <= mine.max_length
         self._pad(live, sequences)
         self.ids_R[:live].copy_(ids_R)
         mine.positions_R[:live].copy_(rows.positions_R)
@@ -191,12 +210,12 @@ class PaddedRows:
     def _pad(self, live: int, sequences: int) -> None:
         """All that is behind `live` rows of `sequences` sequences."""
         mine, left = self.rows, self.count - live
+        begin_N1 = (self._begin_N1[: len(self._begin_N1) - sequences] + live).clamp(max=self.count)
         self.ids_R[live:].zero_()
-        mine.positions_R[live:].copy_(self._ramp_R[:left])
-        mine.sequence_R[live:].fill_(sequences)
-        mine.starts_N1[sequences + 1 :].fill_(self.count)
-        mine.lengths_N[sequences:].zero_()
-        mine.lengths_N[sequences : sequences + 1].fill_(left)
+        mine.positions_R[live:].copy_(self._position_R[:left])
+        torch.add(self._piece_R[:left], sequences, out=mine.sequence_R[live:])
+        mine.starts_N1[sequences:].copy_(begin_N1)
+        mine.lengths_N[sequences:].copy_(begin_N1[1:] - begin_N1[:-1])
         self.table_NB.zero_()
 
 

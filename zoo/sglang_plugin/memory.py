@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.common.memory import KeyValues
 from zoo.common.rows import Rows
-from zoo.common.serving import PREFILL_ROWS, PREFILL_SEQUENCES, PaddedRows, prefill_bucket
+from zoo.common.serving import PaddedRows, prefill_bucket, prefill_counts
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class PaddedStep:
             self.padded.table_NB,
             torch.zeros(count, dtype=torch.int64, device=device),
             torch.zeros(count, dtype=torch.int32, device=device),
-            torch.zeros(PREFILL_SEQUENCES + 1, dtype=torch.int64, device=device),
+            torch.zeros(self.padded.sequences + 1, dtype=torch.int64, device=device),
         )
         self._rest = builder.page_size - 1
         self._pad(0, 0)
@@ -307,14 +307,14 @@ class PrefillSteps:
     """
 
     def __init__(self, builder: StepBuilder, length: int, most: int, device: torch.device | str) -> None:
-        self.length = length
-        self.steps = {count: PaddedStep(builder, count, length, device) for count in PREFILL_ROWS if count <= min(length, most)}
+        self.length, self.most = length, most
+        self.steps = {count: PaddedStep(builder, count, length, device) for count in prefill_counts(length, most)}
         self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pushed = 0
 
     def push(self, ids_R: Tensor, step: Step) -> Tensor | None:
         """The final rows [R, D] of a prefill by graph, valid until the next one; None where no graph serves it."""
-        count = prefill_bucket(step.rows, self.length)
+        count = prefill_bucket(step.rows, self.length, self.most)
         if count not in self.replays:
             return None
         self.steps[count].fill(ids_R, step)

@@ -98,7 +98,7 @@ class Engine:
         self._take_version(model.weights_version, model.fingerprint())
         pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
         self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache, snapshot_stride)
-        self.runner = Runner(model, memory, self.graphs)
+        self.runner = Runner(model, memory, self.graphs, chunk_rows)
         self._requests: dict[str, Request] = {}
         self._finished: dict[int, Completion] = {}
         self._count = 0
@@ -217,7 +217,7 @@ class Engine:
         addresses = [address for address, _ in self._seen]
         self._take_version(found, fingerprint)  # last: before, a step is refused
         if addresses != [address for address, _ in self._seen]:  # captured graphs read the old ones
-            self.runner = Runner(self.model, self.scheduler.memory, self.graphs)
+            self.runner = Runner(self.model, self.scheduler.memory, self.graphs, self.scheduler.chunk_rows)
         return found
 
     def release_memory(self) -> None:
@@ -243,7 +243,7 @@ class Engine:
         memory = self.model.make_memory(pages, self._page_size, slots)
         self.scheduler.memory = memory
         self.scheduler.pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
-        self.runner = Runner(self.model, memory, self.graphs)
+        self.runner = Runner(self.model, memory, self.graphs, self.scheduler.chunk_rows)
 
     def fingerprint(self) -> Fingerprint:
         return self._fingerprint

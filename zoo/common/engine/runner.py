@@ -13,7 +13,7 @@ from zoo.common.engine.scheduler import Request
 from zoo.common.memory import ServingMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import Drawn, RowSampling, sample
-from zoo.common.serving import DecodeGraph, ForServing, PrefillGraph, prefill_bucket
+from zoo.common.serving import PREFILL_ROWS, DecodeGraph, ForServing, PrefillGraph, prefill_bucket
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
@@ -23,11 +23,13 @@ class Runner:
 
     Decode has one per bucket of batch and pages, prefill one per bucket of rows, for sequences within one key segment.
 
-    replayed  prompt rows that the last push gave to a graph
+    chunk_rows  prompt rows of one push at most
+    replayed    prompt rows that the last push gave to a graph
     """
 
-    def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool) -> None:
+    def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool, chunk_rows: int) -> None:
         self.model, self.memory, self.graphs = model, memory, graphs
+        self.most_rows = max(chunk_rows, PREFILL_ROWS[-1])
         self.device = next(model.parameters()).device
         self.replayed = 0
         self._captured: dict[tuple[int, int], DecodeGraph] = {}
@@ -60,7 +62,7 @@ class Runner:
 
     def _hidden(self, ids_R: Tensor, rows: Rows, table_NB: Tensor, wanted_W: Tensor) -> Tensor:
         """The final rows [W, D] of `wanted_W` of a prefill."""
-        count = prefill_bucket(rows, self.model.captured_length) if self.graphs else None
+        count = prefill_bucket(rows, self.model.captured_length, self.most_rows) if self.graphs else None
         if count is None:
             return self.model.prefill(ids_R, rows, self.memory, table_NB, wanted_W)
         if count not in self._prefills:
