@@ -166,8 +166,9 @@ class PaddedRows:
     """The static inputs of a captured prefill: `count` rows of up to `prefill_sequences(count)` sequences of at most `length` tokens.
 
     The live sequences come first, then padding that owns the rows left over (one sequence, more where they are more than `length`),
-    then empty ones (no rows, length 0). Padding's rows of the table are zeros, so it reads and writes the reserved page and slot 0 alone, which no live sequence has. By the row
-    and the place law live rows have the bytes that they have without it; its own are finite and never read.
+    then empty ones (no rows, length 0). Padding's rows of the table are zeros, so it reads and writes the reserved page and slot 0
+    alone, which no live sequence has. By the row and the place law live rows have the bytes that they have without it; its own are
+    finite and never read.
 
     ids_R     int64
     rows      kept: a graph reads its tensors on every replay
