@@ -177,9 +177,7 @@ def fla_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tens
     """flash-linear-attention's fused recurrence from `state` over operands [N, T, ...]: the last token's output. ImportError without it."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    return fused_recurrent_gated_delta_rule(
-        q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True
-    )[0][:, -1]
+    return fused_recurrent_gated_delta_rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)[0][:, -1]
 
 
 def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
