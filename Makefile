@@ -29,7 +29,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -q
 
 lint: $(INSTALLED)
-	@status=0; set -x; $(BIN)/ruff check . || status=1; $(BIN)/mypy || status=1; exit $$status
+	@status=0; set -x; $(BIN)/ruff check . || status=1; $(BIN)/ruff format --check . || status=1; $(BIN)/mypy || status=1; exit $$status
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import zoo
 from zoo.common.registry import model_class
 from zoo.verify.subject import config_of
 
@@ -77,7 +80,7 @@ def _short(value: Any) -> Any:
 
 
 def about(device: torch.device, smoke: bool) -> dict[str, Any]:
-    """Device, versions and date of a run, on every row. ValueError for a CUDA device where there is none."""
+    """Device, versions, date and sources of a run, on every row. ValueError for a CUDA device where there is none."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU here; --device cpu --smoke proves the plumbing")
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
@@ -87,7 +90,22 @@ def about(device: torch.device, smoke: bool) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "versions": versions, "date": time.strftime("%Y-%m-%d"), **({"smoke": True} if smoke else {})}
+    return {
+        "device": name,
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d"),
+        "sources": sources(),
+        **({"smoke": True} if smoke else {}),
+    }
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of the package's files: which code a row is of."""
+    root, found = Path(zoo.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def table(rows: Iterable[Sequence[Any]], header: Sequence[str]) -> str:

@@ -96,7 +96,7 @@ class Contender:
         return answer
 
     def pause(self) -> None:
-        """Stops a process that still starts, so that it takes no time from the one that is measured."""
+        """Stops the process, so that it takes no time from the one that is measured."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:

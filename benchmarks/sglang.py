@@ -163,15 +163,17 @@ class Race:
         """All measures `turns` times; every other time the contenders' order is reversed. Who is not measured stands still."""
         for entrant in entrants:
             entrant.pause()  # an idle scheduler polls, and takes a core from the one that is measured
-        for number in range(self.turns):
-            for measure in measures:
-                for entrant in entrants[:: -1 if number % 2 else 1]:
-                    if entrant.name not in self.failed:
-                        entrant.resume()
-                        self._measure(entrant, measure, number)
-                        entrant.pause()
-        for entrant in entrants:
-            entrant.resume()
+        try:
+            for number in range(self.turns):
+                for measure in measures:
+                    for entrant in entrants[:: -1 if number % 2 else 1]:
+                        if entrant.name not in self.failed:
+                            entrant.resume()
+                            self._measure(entrant, measure, number)
+                            entrant.pause()
+        finally:  # one that stands still can't end
+            for entrant in entrants:
+                entrant.resume()
 
     def _measure(self, entrant: Entrant, measure: Measure, number: int) -> None:
         guess = self.took.get(measure.label, measure.seconds)

@@ -450,3 +450,31 @@ def test_an_update_from_a_transposed_parameter_of_its_own(model: ForRL) -> None:
     wanted = given.clone()
     own.load_weights([(square, given)])
     assert_same_bytes(dict(own.published_tensors())[square], wanted)
+
+
+def test_final_rows_of_another_model_are_refused() -> None:
+    server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
+    width = server.config.hidden
+    good, ids = torch.randn(3, width).bfloat16(), torch.tensor([1, 2, 3])
+    assert server.log_prob(good, ids).shape == (3,) and server.logits(good).dtype == torch.float32
+    for bad in (good[:, : width // 2], good.float(), good[0], good[None]):
+        for door, more in ((server.logits, ()), (server.log_prob, (ids,))):
+            with pytest.raises(ValueError, match=rf"final rows are \[R, {width}\] of torch.bfloat16, not "):
+                door(bad, *more)
+
+
+def test_a_prefill_s_shapes_are_checked_before_it_writes() -> None:
+    server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
+    memory, rows = server.make_memory(4, 16), Rows.pushed([3], None, "cpu")
+    table, ids = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1, 2, 3])
+    for change, message in (
+        ({"ids": ids[:2]}, r"ids_R has shape \[2\] for 3 rows"),
+        ({"ids": ids.float()}, "ids_R must be an int32 or int64 tensor"),
+        ({"table": table[0]}, r"the page table has shape \[1\] for 1 sequences"),
+        ({"table": table.expand(2, 1)}, r"the page table has shape \[2, 1\] for 1 sequences"),
+    ):
+        given = {"ids": ids, "table": table} | change
+        with pytest.raises(ValueError, match=message):
+            server.prefill(given["ids"], rows, memory, given["table"])
+    assert all(not pool.any() for pool in (memory.k_LPSGE, memory.v_LPSGE)), "nothing was written"
+    assert server.prefill(ids, rows, memory, table).shape == (3, server.config.hidden) and memory.k_LPSGE[:, 1].any()

@@ -734,3 +734,19 @@ def test_generate_command(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         generate_command(folder, "x", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values | {"log_probs": "00 00 00" * 2}, "log_probs must be hexadecimal text of whole FP32 numbers"),
+        (lambda values: values | {"log_probs": "0000000g"}, "log_probs must be hexadecimal text of whole FP32 numbers"),
+        (lambda values: values | {"sampling": {}}, "sampling has lost ignore_eos, .*seed, .*temperature"),
+        (lambda values: None, "a completion is a dictionary, not None"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_field(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    values = engine().generate([REQUESTS[5][0]], REQUESTS[5][1])[0].to_dict()
+    assert Completion.from_dict(values).to_dict() == values
+    with pytest.raises(ValueError, match=message):
+        Completion.from_dict(change(values))

@@ -50,8 +50,15 @@ class ForServing(Pretrained, nn.Module):
     def prefill(self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
-        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table. Runs eagerly, also under torch.compile.
+        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table, or shapes and dtypes that don't fit; which
+        ids, pages and wanted rows they hold is not looked at, since they lie on the device: `Engine` has checked its own. Runs eagerly,
+        also under torch.compile.
         """
+        check_integers("ids_R", ids_R)
+        if ids_R.shape != rows.positions_R.shape:
+            raise ValueError(f"ids_R has shape {list(ids_R.shape)} for {rows.count} rows")
+        if page_table_NB.dim() != 2 or page_table_NB.shape[0] != rows.lengths_N.shape[0]:
+            raise ValueError(f"the page table has shape {list(page_table_NB.shape)} for {rows.lengths_N.shape[0]} sequences")
         if rows.max_length > self.config.positions:
             raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
         if rows.max_length > memory.capacity(page_table_NB):
@@ -67,7 +74,8 @@ class ForServing(Pretrained, nn.Module):
 
     @own_dtypes
     def logits(self, hidden_RD: Tensor, inverse_temperature_R: Tensor | None = None) -> Tensor:
-        """FP32 logits [R, V] of final rows."""
+        """FP32 logits [R, V] of final rows. ValueError for rows of another width or dtype than the model's."""
+        self._check_final(hidden_RD)
         return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program, inverse_temperature_R=inverse_temperature_R)
 
     @own_dtypes
@@ -78,12 +86,18 @@ class ForServing(Pretrained, nn.Module):
         ValueError for another count of targets than of rows, or a target outside the vocabulary. The check waits for targets that
         lie on a GPU, so the engine gives them from the host; no decode step and no captured graph comes through here.
         """
+        self._check_final(hidden_RD)
         check_integers("targets_R", targets_R)
         if targets_R.shape != hidden_RD.shape[:-1]:
             raise ValueError(f"targets_R has shape {tuple(targets_R.shape)}, hidden_RD {tuple(hidden_RD.shape)}: one target per row")
         check_ids(targets_R, self.config.vocabulary)
         targets_R = targets_R.to(hidden_RD.device, torch.int64)
         return ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program).log_prob_R
+
+    def _check_final(self, hidden_RD: Tensor) -> None:
+        width, dtype = self.config.hidden, self.program.torch_dtype
+        if hidden_RD.dim() != 2 or hidden_RD.shape[1] != width or hidden_RD.dtype != dtype:
+            raise ValueError(f"final rows are [R, {width}] of {dtype}, not {list(hidden_RD.shape)} of {hidden_RD.dtype}")
 
 
 class DecodeGraph:

@@ -59,9 +59,12 @@ def updating(engine: Any) -> Iterator[None]:
         _done(engine.begin_weight_update())
     try:
         yield
-    finally:
+    except BaseException:
         if session:
-            _done(engine.end_weight_update())
+            engine.end_weight_update()  # what it answers would hide the error
+        raise
+    if session:
+        _done(engine.end_weight_update())
 
 
 def _done(answer: Sequence[Any]) -> None:

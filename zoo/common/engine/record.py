@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,6 +19,7 @@ from zoo.common.training import ForRL
 
 REASONS = ("stop", "length", "abort")
 IDS = 1 << 31  # no vocabulary is larger
+HEXADECIMAL = re.compile("([0-9a-f]{8})*")
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,20 @@ class Completion:
     def from_dict(cls, values: dict[str, Any]) -> Completion:
         """The inverse of `to_dict`. ValueError for missing or unknown fields, values that no engine writes, or fields that
         contradict each other: counts, or a last row of other weights than the fingerprint's (an aborted request may have one)."""
+        if not isinstance(values, dict):
+            raise ValueError(f"a completion is a dictionary, not {values!r:.40}")
         names = {f.name for f in fields(cls)}
         if set(values) != names:
             raise ValueError(f"a completion has the fields {sorted(names)}, this one {sorted(values)}")
         for name in ("log_probs", "filtered_log_probs", "prompt_log_probs"):
             text = values[name]
-            if not (text is None and name == "prompt_log_probs") and (not isinstance(text, str) or len(text) % 8):
+            if not (text is None and name == "prompt_log_probs") and (not isinstance(text, str) or not HEXADECIMAL.fullmatch(text)):
                 raise ValueError(f"{name} must be hexadecimal text of whole FP32 numbers, 8 digits each, not {text!r:.40}")
         for name in ("sampling", "fingerprint"):
             if not isinstance(values[name], dict):
                 raise ValueError(f"{name} must be a dictionary, not {values[name]!r:.40}")
+        if lost := {f.name for f in fields(SamplingParams)} - set(values["sampling"]):
+            raise ValueError(f"sampling has lost {', '.join(sorted(lost))}")
         for name in ("prompt_ids", "output_ids"):
             ids = values[name]
             wrong = [i for i in ids if type(i) is not int or not 0 <= i < IDS] if isinstance(ids, list | tuple) else [ids]
