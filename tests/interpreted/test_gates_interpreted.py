@@ -63,7 +63,7 @@ def test_causal_conv(carried: str, channels: int) -> None:
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carried: bool) -> None:
-    """Tiles of 16 rows inside a document, across a start, at the end; a document that starts on a tile's row 0, 1, 13 and 14."""
+    """Tiles of 16 rows inside a document, across a start, at the end; documents that start on a tile's rows 0, 3, 13 and 14."""
     counts = [35, 13, 13, 1, 18, 41]
     rows = Rows.pushed(counts, [2] * len(counts) if carried else None, "cpu")
     x, weight = torch.randn(rows.count, 40)[:, 3:36], torch.randn(33, 4)
