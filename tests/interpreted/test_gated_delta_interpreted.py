@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import triton
 from triton.runtime import interpreter
 
+from zoo.common.delta_memory import DeltaMemory
 from zoo.common.ops.cases import trial
 from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
@@ -166,6 +168,39 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
     monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
     torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)
+
+
+def lived(serve: Any, fill: float, clear: bool = True) -> list[torch.Tensor]:
+    """Outputs and bytes of a sequence in a slot that held `fill` and was assigned, and of its snapshot, restored in another."""
+    args = made([70], (16, 16))
+    memory = DeltaMemory(1, 3, 1, 2, 16, 16, 8, torch.float32, "cpu")
+    for pool in memory._all():
+        pool.fill_(fill)
+    if clear:
+        memory.clear([1])
+    found = []
+
+    def push(slot: int, *cuts: int) -> None:
+        state = memory.view(torch.tensor([slot]))[0].state
+        for begin, end in pairwise(cuts):
+            found.append(serve(*(args[n][begin:end] for n in OPERANDS), state, Rows.pushed([end - begin], [begin], "cpu")))
+        found.extend(memory.written(slot, cuts[-1]).values())
+
+    push(1, 0, 1, 3, 62, 63, 64)
+    snapshot = memory.snapshot(1, 64)
+    push(1, 64, 70)
+    memory.restore(2, snapshot)
+    push(2, 64, 65, 68, 69, 70)
+    return found
+
+
+@pytest.mark.parametrize("serve", [kernels.serve, reference.serve])
+def test_an_assigned_slot_needs_no_zeros_but_its_state(serve: Any) -> None:
+    """What a slot held before, here NaN, reaches nobody. The control: a slot that is not cleared."""
+    clean, assigned = lived(serve, 0.0), lived(serve, torch.nan)
+    assert all(t.isfinite().all() for t in clean)
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(clean, assigned, strict=True))
+    assert lived(serve, torch.nan, clear=False)[0].isnan().all()
 
 
 def test_rival_is_the_recurrence() -> None:
