@@ -21,7 +21,7 @@ J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
 INVERT_ROWS = 8  # of the inverse at once: 64 registers, so that 32 programs are resident
-WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident (without a cache it would spill)
+WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident; without a cache or in FP32 it would spill
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
 # asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most; the fastest of 11 on an H200
 STEP_SHAPES = ((64, 64, 4, 2, None), (1 << 62, 128, 4, 1, None))
@@ -446,14 +446,15 @@ def _by_chunks(
         log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=4, **EXACT
     )
     tile = torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
+    registers = WIDE_REGISTERS if cached and k.element_size() == 2 else None
     _scores[(chunks, heads)](
         k, beta, k_cache, beta_cache, slot, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=cached,
-        num_warps=4, num_stages=1, maxnreg=WIDE_REGISTERS, **EXACT,
+        num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
     )  # fmt: skip
     _invert[(chunks, heads)](tile, chunk, heads, ROWS=INVERT_ROWS, num_warps=1, num_stages=1, **EXACT)
     _local[(chunks, heads)](
         k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, tile, w, own, k.stride(0), v.stride(0),
-        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, maxnreg=WIDE_REGISTERS if cached else None, **EXACT,
+        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
     )  # fmt: skip
     narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
     _scan[(sequences, heads, value_dim // narrow)](
