@@ -17,13 +17,18 @@ TURN = tl.constexpr(2)  # rows loaded together
 
 
 @triton.jit
-def _taps(weight_ptr, column, mask, BLOCK: tl.constexpr):
-    """The four columns of the weight in FP32, from one contiguous tile."""
-    tap = tl.arange(0, 4)[None, :]
-    weight = tl.load(weight_ptr + column[:, None] * 4 + tap, mask=mask[:, None], other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(weight, (BLOCK, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
+def _taps(weight_ptr, column, mask, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight's four columns in FP32. Cutting one contiguous tile costs barriers, for which a single row does not stay."""
+    if ROWS > 1:
+        weight = tl.load(weight_ptr + column[:, None] * 4 + tl.arange(0, 4)[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(weight, (BLOCK, 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+    else:
+        w0 = tl.load(weight_ptr + column * 4, mask=mask, other=0.0).to(tl.float32)
+        w1 = tl.load(weight_ptr + column * 4 + 1, mask=mask, other=0.0).to(tl.float32)
+        w2 = tl.load(weight_ptr + column * 4 + 2, mask=mask, other=0.0).to(tl.float32)
+        w3 = tl.load(weight_ptr + column * 4 + 3, mask=mask, other=0.0).to(tl.float32)
     return w0, w1, w2, w3
 
 
@@ -65,8 +70,8 @@ def _causal_conv(
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < channels
-    weight = _taps(weight_ptr, column, mask, BLOCK)
     inside = _all_inside(sequence_ptr, starts_ptr, first, rows, ROWS) if ROWS > 1 else False
+    weight = _taps(weight_ptr, column, mask, ROWS, BLOCK)
     if inside:
         here_ptr, out_ptr = x_ptr + first * x_stride + column, y_ptr + first * channels + column
         third = tl.load(here_ptr - 3 * x_stride, mask=mask, other=0.0).to(tl.float32)
