@@ -16,6 +16,7 @@ import torch
 from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
+from zoo.common.delta_memory import DeltaMemory
 from zoo.common.rows import Rows
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.sglang_plugin import loading, memory, options, slots, states
@@ -123,13 +124,18 @@ def twins(kind: str) -> tuple[Qwen35ForServing, Qwen35ForRL]:
     )
 
 
+def of_length_0(delta: DeltaMemory) -> list[Tensor]:
+    """What is read of a sequence without tokens."""
+    return [delta.pools["start_SVKE"], delta.pools["image_SVKE"], delta.carry_LSWC]
+
+
 def test_padding_is_clean_after_memory_comes_back() -> None:
     server = Server(twins("dense")[0])
     server.pool.clear_padding()
     for pages in (*server.pool.pages.k_pages, *server.pool.pages.v_pages):
         assert pages[0].eq(0).all() and pages[1:].isnan().all()
-    for pool in server.delta._all():
-        assert pool[:, 0].eq(0).all() and pool[:, 1:].isnan().all()
+    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.delta))
+    assert all(t[:, 1:].isnan().all() for t in server.delta._all())
 
 
 def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +164,8 @@ def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.Mo
     assert server.table[0].eq(0).all() and server.table[1:].eq(12345).all()
     for page in (*pages.k_pages, *pages.v_pages):
         assert page[0].eq(0).all() and page[1:].isnan().all()
-    for pool in server.delta._all():
-        assert pool[:, 0].eq(0).all() and pool[:, 1:].isnan().all()
+    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.delta))
+    assert all(t[:, 1:].isnan().all() for t in server.delta._all())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -263,7 +269,7 @@ def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str) -> None
     wanted = pushed(plain)
     assert wanted[0][0].isfinite().all() and first_difference(wanted, pushed(padded)) is None
     pages = (t[0] for t in (*padded.pool.pages.k_pages, *padded.pool.pages.v_pages))
-    states = (t[:, 0] for t in (*padded.delta.pools.values(), padded.delta.carry_LSWC))
+    states = (t[:, 0] for t in of_length_0(padded.delta))
     assert all(t.isfinite().all() for t in (*pages, *states))
     leaking = Server(serving)
     leaking.pad(LivePadding)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import triton
+from triton.runtime import interpreter
 
+from zoo.common.delta_memory import DeltaMemory
 from zoo.common.ops.cases import trial
 from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
@@ -65,6 +71,49 @@ def test_chunks_are_the_reference(lengths: list[int], widths: tuple[int, int], d
         torch.testing.assert_close(other, wanted, **CLOSE)  # control: without the initial state
 
 
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """An FMA of FP32 but for double rounding; the interpreter's own rounds the product, whose underflow then has no sign."""
+    with np.errstate(all="ignore"):
+        return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+
+
+def chains(a: Any, high: int, zero: float) -> Any:
+    """T [64, 64] of strictly lower a: each element one chain of FMAs, j ascending; `zero` is added to every factor."""
+    inverse = np.eye(64, dtype=np.float32)
+    for i in range(high):
+        for j in range(i):
+            inverse[i] = fused(np.float32(0) - (a[i, j] + np.float32(zero)), inverse[j] + np.float32(zero), inverse[i])
+    return inverse
+
+
+def test_inverse_is_chains_of_fmas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Underflow leaves T -0, which is +0 as a factor; NaN and infinity spread to all columns; rows beyond the chunk's are left."""
+
+    def create_fma(_: Any, *operands: Any) -> Any:
+        return interpreter.TensorHandle(fused(*np.broadcast_arrays(*(o.data for o in operands))), operands[2].dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+    random, highs = np.random.default_rng(0), [64, 17, 0, 8, 64]
+    a = random.standard_normal((5, 64, 64)).astype(np.float32) * np.tri(64, k=-1, dtype=np.float32)
+    a[[0, 3]] *= np.where(random.random((2, 64, 64)) < 0.7, 0, 10.0 ** random.integers(-38, -15, (2, 64, 64))).astype(np.float32)
+    a[4, 20, 3], a[4, 30, 9] = np.nan, np.inf
+    upper = np.where(np.tri(64, k=-1), 0, np.nan).astype(np.float32)  # never read
+    tile = torch.from_numpy(np.float32(0) - a + upper)
+    before, chunk = tile.numpy().copy(), torch.tensor([[0, 0, high, 0] for high in highs], dtype=torch.int32)
+    kernels._invert[(5, 1)](tile, chunk, 1, ROWS=kernels.INVERT_ROWS)
+    for got, mine, high, was in zip(tile.numpy(), a, highs, before, strict=True):
+        wanted = chains(mine, high, 0.0)[:high]
+        nan = np.isnan(wanted)
+        assert np.array_equal(np.isnan(got[:high]), nan)
+        assert np.array_equal(got[:high].view(np.int32)[~nan], wanted.view(np.int32)[~nan])
+        done = -(-high // kernels.INVERT_ROWS) * kernels.INVERT_ROWS
+        assert np.array_equal(got[done:].view(np.int32), was[done:].view(np.int32))
+    first, kept = tile.numpy()[0], chains(a[0], 64, -0.0)  # x + -0.0 is x
+    assert (np.signbit(first) & (first == 0)).any() and ((first != 0) & (abs(first) < 1e-38)).any()
+    assert not np.array_equal(first.view(np.int32), kept.view(np.int32))  # the control: a factor keeps its -0
+    assert np.isnan(tile.numpy()[4, 20]).all()
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -119,6 +168,39 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
     monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
     torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)
+
+
+def lived(serve: Any, fill: float, clear: bool = True) -> list[torch.Tensor]:
+    """Outputs and bytes of a sequence in a slot that held `fill` and was assigned, and of its snapshot, restored in another."""
+    args = made([70], (16, 16))
+    memory = DeltaMemory(1, 3, 1, 2, 16, 16, 8, torch.float32, "cpu")
+    for pool in memory._all():
+        pool.fill_(fill)
+    if clear:
+        memory.clear([1])
+    found = []
+
+    def push(slot: int, *cuts: int) -> None:
+        state = memory.view(torch.tensor([slot]))[0].state
+        for begin, end in pairwise(cuts):
+            found.append(serve(*(args[n][begin:end] for n in OPERANDS), state, Rows.pushed([end - begin], [begin], "cpu")))
+        found.extend(memory.written(slot, cuts[-1]).values())
+
+    push(1, 0, 1, 3, 62, 63, 64)
+    snapshot = memory.snapshot(1, 64)
+    push(1, 64, 70)
+    memory.restore(2, snapshot)
+    push(2, 64, 65, 68, 69, 70)
+    return found
+
+
+@pytest.mark.parametrize("serve", [kernels.serve, reference.serve])
+def test_an_assigned_slot_needs_no_zeros_but_its_state(serve: Any) -> None:
+    """What a slot held before, here NaN, reaches nobody. The control: a slot that is not cleared."""
+    clean, assigned = lived(serve, 0.0), lived(serve, torch.nan)
+    assert all(t.isfinite().all() for t in clean)
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(clean, assigned, strict=True))
+    assert lived(serve, torch.nan, clear=False)[0].isnan().all()
 
 
 def test_rival_is_the_recurrence() -> None:

@@ -61,6 +61,22 @@ def test_causal_conv(carried: str, channels: int) -> None:
             close(got, conv_reference.causal_conv(x, weight, carry.roll(1, 0), slots_N, rows))
 
 
+@pytest.mark.parametrize("carried", [False, True])
+def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carried: bool) -> None:
+    """Tiles of 16 rows inside a document, across a start, at the end; documents that start on a tile's rows 0, 3, 13 and 14."""
+    counts = [35, 13, 13, 1, 18, 41]
+    rows = Rows.pushed(counts, [2] * len(counts) if carried else None, "cpu")
+    x, weight = torch.randn(rows.count, 40)[:, 3:36], torch.randn(33, 4)
+    x[torch.rand(x.shape) < 0.1] = -0.0
+    x[50] = torch.nan  # of the third document
+    carry = torch.randn(len(counts), 3, 33) if carried else None
+    tiles = conv.causal_conv(x, weight, carry, None, rows)
+    monkeypatch.setattr(conv, "SHAPES", ((1, 512), (1, 512)))
+    assert same(tiles, conv.causal_conv(x, weight, carry, None, rows))
+    assert not same(tiles, conv.causal_conv(x, weight, torch.randn(len(counts), 3, 33), None, rows))  # the control: other carries
+    close(tiles[rows.sequence_R != 2], conv_reference.causal_conv(x, weight, carry, None, rows)[rows.sequence_R != 2])
+
+
 def test_carries_advance() -> None:
     counts, slots = [6, 1, 2, 3], torch.tensor([3, 1, 4, 2])
     rows = Rows.pushed(counts, [9, 3, 1, 64], "cpu")

@@ -295,6 +295,20 @@ def test_slots_move_and_snapshots_restore() -> None:
         moved.snapshot(3, 100)
 
 
+@pytest.mark.parametrize(("width", "channels"), [(16, 8), (3, 5)])
+def test_clear_touches_what_length_0_has(width: int, channels: int) -> None:
+    """Slots of whole 8-byte words, and others; by a list and by a tensor."""
+    for slots in ([3, 1], torch.tensor([3, 1])):
+        memory = DeltaMemory(2, 5, 1, 1, width, width, channels, torch.bfloat16, "cpu")
+        for pool in memory._all():
+            pool.fill_(torch.nan)
+        memory.clear(slots)
+        for name, pool in {**memory.pools, "carry": memory.carry_LSWC}.items():
+            assert pool[:, [0, 2, 4]].isnan().all(), name
+            mine = pool[:, [1, 3]]
+            assert (mine.isnan() if "J" in name else mine == 0).all(), name
+
+
 def test_written_holds_live_rows_only() -> None:
     memory, args = DeltaMemory(1, 2, 1, 2, 16, 16, 8, torch.bfloat16, "cpu"), made([130])
     pushed(memory, 1, args, 0, 130)

@@ -137,10 +137,13 @@ class DeltaMemory:
         ]
 
     def clear(self, slots: list[int] | Tensor) -> None:
-        """Zero-fills slots (a list, or int64 on the device) as they are assigned: a sequence of length 0."""
+        """Makes slots (a list, or int64 on the device), as they are assigned, sequences of length 0.
+
+        Their states and carried rows become zeros; rows of a live chunk may hold anything, as they are read once they are written.
+        """
         index = slots if isinstance(slots, Tensor) else torch.tensor(slots, device=self.carry_LSWC.device)
-        for pool in self._all():
-            pool.index_fill_(1, index, 0)
+        for pool in (self.pools["start_SVKE"], self.pools["image_SVKE"], self.carry_LSWC):
+            _in_eights(pool).index_fill_(1, index, 0)
 
     def copy(self, source: int, target: int) -> None:
         """Moves or forks a sequence at any length: every byte of its slot."""
@@ -155,7 +158,6 @@ class DeltaMemory:
 
     def restore(self, slot: int, snapshot: DeltaSnapshot) -> None:
         """A slot just assigned becomes a sequence of `snapshot.length` tokens."""
-        self.clear([slot])
         self.pools["start_SVKE"][:, slot] = snapshot.start_LVKE
         self.pools["image_SVKE"][:, slot] = snapshot.start_LVKE.to(self.pools["image_SVKE"].dtype)
         self.carry_LSWC[:, slot] = snapshot.carry_LWC
@@ -169,3 +171,9 @@ class DeltaMemory:
             # J comes third in every pool of rows; inverse rows hold zeros beyond their diagonal
             found[name.split("_")[0]] = (mine[:, :, :live] if "J" in name else mine).clone()
         return {**found, "carry": self.carry_LSWC[:, slot].clone()}
+
+
+def _in_eights(pool: Tensor) -> Tensor:
+    """[L, S, ...] seen as 8-byte integers where a slot has whole ones: an index_fill takes its time by the element."""
+    slot = pool.flatten(2)
+    return slot.view(torch.int64) if slot.shape[2] * slot.element_size() % 8 == 0 else slot

@@ -107,7 +107,7 @@ class ServingMemory(Protocol):
         """Tokens of one sequence that such a table can address."""
 
     def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
-        """Zero-fills pages and slots as they are assigned."""
+        """Pages become zeros, slots sequences of length 0, as they are assigned."""
 
     def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> Any:
         """Copies of a slot and of the open page of a sequence of `length` tokens. ValueError off multiples of `grain`."""

@@ -20,6 +20,8 @@ from zoo.common.rows import Rows
 J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
+INVERT_ROWS = 8  # of the inverse at once: 64 registers, so that 32 programs are resident
+WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident; without a cache or in FP32 it would spill
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
 # asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most; the fastest of 11 on an H200
 STEP_SHAPES = ((64, 64, 4, 2, None), (1 << 62, 128, 4, 1, None))
@@ -93,10 +95,77 @@ def _fold(log_decay_ptr, cache_ptr, slot_ptr, chunk_ptr, decay_ptr, heads, BLOCK
 
 
 @triton.jit
+def _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, head, stride, heads, REPEAT: tl.constexpr,
+          K: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+    """k [64, K] and beta [64] of a chunk and value head."""
+    lane = tl.arange(0, J)
+    held_key = slot * (heads // REPEAT) + head // REPEAT
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, stride, low, high, K, CACHED)
+    beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=(lane >= low) & (lane < high), other=0.0)
+    if CACHED:
+        held = beta_cache_ptr + (slot * heads + head) * J
+        beta = tl.where(lane < low, tl.load(held + lane, mask=lane < low, other=0.0), beta)
+    return k, beta
+
+
+@triton.jit
+def _scores(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, tile_ptr, leave_ptr, k_stride, heads,
+            REPEAT: tl.constexpr, K: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+    """exp(G_63 - G_j) k_j, and tile [C, V, 64, 64]: -a below the diagonal, zeros +0; eights of columns beyond it aren't written."""
+    c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, low, high, n = _chunk(chunk_ptr, c)
+    if high == 0:
+        return
+    lane, at = tl.arange(0, J), c * heads + head
+    slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
+    k, beta = _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, head, k_stride, heads, REPEAT, K, CACHED)
+    decay = tl.load(decay_ptr + at * J + lane)
+    leave = k.to(tl.float32) * tl.exp(tl.load(decay_ptr + at * J + J - 1) - decay)[:, None]
+    tl.store(leave_ptr + at * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], leave.to(k.dtype))
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * _fade(decay) * beta[:, None]
+    near = (lane // 8)[None, :] <= (lane // 8)[:, None]
+    tl.store(tile_ptr + at * J * J + lane[:, None] * J + lane[None, :], -a, mask=near)  # 0 - a: never -0
+
+
+@triton.jit
+def _invert(tile_ptr, chunk_ptr, heads, ROWS: tl.constexpr):
+    """Rows T_i = e_i - sum_j a_ij T_j over those of -a: one warp, whose threads have columns to themselves, ROWS rows at once."""
+    c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    high = tl.load(chunk_ptr + c * 4 + 2)
+    tile_ptr += (c * heads + head) * J * J
+    lane, mine_ptr = tl.arange(0, J), tile_ptr
+    for first in range(0, high, ROWS):
+        rows, factors = (), ()
+        for r in tl.static_range(ROWS):
+            rows = rows + (tl.where(lane == first + r, 1.0, 0.0),)
+        earlier_ptr, factor_ptr = tile_ptr + lane, mine_ptr
+        for _ in range(0, first, ROWS):
+            for s in tl.static_range(ROWS):
+                earlier = tl.load(earlier_ptr + s * J) + 0.0  # stored by the same thread. -0 is +0 as a factor, not as a result
+                later = ()
+                for r in tl.static_range(ROWS):
+                    later = later + (tl.fma(tl.load(factor_ptr + (r * J + s)), earlier, rows[r]),)
+                rows = later
+            earlier_ptr += ROWS * J
+            factor_ptr += ROWS
+        for r in tl.static_range(ROWS):
+            for s in tl.static_range(r):
+                factors = factors + (tl.load(factor_ptr + (r * J + s)),)
+        tl.debug_barrier()  # all threads have these rows of -a
+        for r in tl.static_range(ROWS):
+            earlier, later = rows[r] + 0.0, ()
+            tl.store(mine_ptr + r * J + lane, rows[r])
+            for s in tl.static_range(ROWS):
+                later = later + (tl.fma(factors[s * (s - 1) // 2 + r], earlier, rows[s]) if s > r else rows[s],)
+            rows = later
+        mine_ptr += ROWS * J
+
+
+@triton.jit
 def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inverse_cache_ptr, slot_ptr, chunk_ptr, decay_ptr,
-           w_ptr, own_ptr, leave_ptr, k_stride, v_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+           tile_ptr, w_ptr, own_ptr, k_stride, v_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
            CACHED: tl.constexpr):  # fmt: skip
-    """What a chunk's rows need and no state: w, the product of T with beta v, and exp(G_63 - G_j) k_j."""
+    """What a chunk's rows need of T and no state: w, and the product of T with beta v."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, low, high, n = _chunk(chunk_ptr, c)
     if high == 0:
@@ -104,37 +173,19 @@ def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inv
     lane, at = tl.arange(0, J), c * heads + head
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     held = slot * heads + head
-    held_key = slot * (heads // REPEAT) + head // REPEAT
-    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, CACHED)
-    beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=(lane >= low) & (lane < high), other=0.0)
-    if CACHED:
-        beta = tl.where(lane < low, tl.load(beta_cache_ptr + held * J + lane, mask=lane < low, other=0.0), beta)
+    k, beta = _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, head, k_stride, heads, REPEAT, K, CACHED)
     decay = tl.load(decay_ptr + at * J + lane)
-    inverse = _invert(tl.dot(k, tl.trans(k), input_precision="ieee") * _fade(decay) * beta[:, None])
+    square = lane[:, None] * J + lane[None, :]
+    inverse = tl.load(tile_ptr + at * J * J + square, mask=(lane < high)[:, None], other=0.0)
     if CACHED:
         if high < J:
-            place = inverse_cache_ptr + held * J * J + lane[:, None] * J + lane[None, :]
-            tl.store(place, inverse, mask=(lane < high)[:, None])
-    w = tl.dot((inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype), k, input_precision="ieee")
-    key = tl.arange(0, K)[None, :]
-    tl.store(w_ptr + at * J * K + lane[:, None] * K + key, w.to(k.dtype))
-    leave = k.to(tl.float32) * tl.exp(tl.load(decay_ptr + at * J + J - 1) - decay)[:, None]
-    tl.store(leave_ptr + at * J * K + lane[:, None] * K + key, leave.to(k.dtype))
+            tl.store(inverse_cache_ptr + held * J * J + square, inverse, mask=(lane < high)[:, None])
+    left_w, left_v = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype), (inverse * beta[None, :]).to(k.dtype)
+    w = tl.dot(left_w, k, input_precision="ieee")
+    tl.store(w_ptr + at * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], w.to(k.dtype))
     v = _rows(v_ptr + head * E, v_cache_ptr + held * J * E, row, v_stride, low, high, E, CACHED)
-    own = tl.dot((inverse * beta[None, :]).to(k.dtype), v, input_precision="ieee")
+    own = tl.dot(left_v, v, input_precision="ieee")
     tl.store(own_ptr + at * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], own)
-
-
-@triton.jit
-def _invert(a):
-    """Rows T_i = e_i - sum_j a_ij T_j, right-looking: column j of a and row j of T update all later rows."""
-    row, lane = tl.arange(0, J)[:, None], tl.arange(0, J)[None, :]
-    inverse = tl.where(row == lane, 1.0, 0.0)
-    for j in range(J - 1):
-        factor = tl.sum(tl.where(lane == j, a, 0.0), axis=1)[:, None] + tl.zeros((J, J), tl.float32)
-        earlier = tl.sum(tl.where(row == j, inverse, 0.0), axis=0)[None, :] + tl.zeros((J, J), tl.float32)
-        inverse = tl.where(row > j, tl.fma(-factor, earlier, inverse), inverse)
-    return inverse
 
 
 @triton.jit
@@ -394,9 +445,16 @@ def _by_chunks(
     _fold[(chunks, triton.cdiv(heads, FOLD_HEADS))](
         log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=4, **EXACT
     )
+    tile = torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
+    registers = WIDE_REGISTERS if cached and k.element_size() == 2 else None
+    _scores[(chunks, heads)](
+        k, beta, k_cache, beta_cache, slot, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=cached,
+        num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
+    )  # fmt: skip
+    _invert[(chunks, heads)](tile, chunk, heads, ROWS=INVERT_ROWS, num_warps=1, num_stages=1, **EXACT)
     _local[(chunks, heads)](
-        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, w, own, leave, k.stride(0), v.stride(0),
-        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
+        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, tile, w, own, k.stride(0), v.stride(0),
+        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
     )  # fmt: skip
     narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
     _scan[(sequences, heads, value_dim // narrow)](
