@@ -15,12 +15,30 @@ from torch import Tensor
 
 from zoo.common.delta_memory import CHUNK
 from zoo.common.ops.gated_delta import backward, kernels
-from zoo.common.ops.gated_delta.kernels import J, _chunk, _fade, _heads_contiguous, _rows
+from zoo.common.ops.gated_delta.kernels import J, _fade, _heads_contiguous
 from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 
 WIDTHS = (16, 32, 64, 128)
-KEY_COLUMNS = 64  # of the gradients of q and k that a program holds at once
+KEY_COLUMNS = 64  # of k's gradient that a program holds at once
+SUM_ROWS = 16
+
+
+@triton.jit
+def _lanes(x_ptr, stride, high, WIDTH: tl.constexpr):
+    """[64, WIDTH] of a chunk and head whose first row is at x_ptr: zeros from lane `high` on."""
+    lane, column = tl.arange(0, J)[:, None], tl.arange(0, WIDTH)[None, :]
+    return tl.load(x_ptr + (lane * stride + column), mask=lane < high, other=0.0)
+
+
+@triton.jit
+def _fine(x, y, start):
+    """start + x y of FP32 x, as two operands in y's dtype: the first rounding leaves a rest."""
+    high = x.to(y.dtype)
+    total = tl.dot(high, y, start, input_precision="ieee")
+    if y.dtype != tl.float32:
+        total = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -28,18 +46,18 @@ def _outputs_back(q_ptr, k_ptr, grad_ptr, chunk_ptr, decay_ptr, own_u_ptr, q_str
                   REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # fmt: skip
     """The outputs' part of u's gradient, [C, V, 64, E] in FP32: P^T grad."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, low, high, _ = _chunk(chunk_ptr, c)
+    row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
     if high == 0:
         return
     lane, at = tl.arange(0, J), c * heads + head
-    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, False)
-    k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, False)
+    q = _lanes(q_ptr + row * q_stride + head // REPEAT * K, q_stride, high, K)
+    k = _lanes(k_ptr + row * k_stride + head // REPEAT * K, k_stride, high, K)
     decay = tl.load(decay_ptr + at * J + lane)
     fade = tl.exp(tl.where(lane[:, None] <= lane[None, :], decay[None, :] - decay[:, None], float("-inf")))  # [j, i]
-    p = (tl.dot(k, tl.trans(q), input_precision="ieee") * fade).to(q.dtype)
-    grad = _rows(grad_ptr + head * E, grad_ptr, row, grad_stride, low, high, E, False)
-    own = tl.dot(p, grad, input_precision="ieee") * scale
-    tl.store(own_u_ptr + at * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], own)
+    p = tl.dot(k, tl.trans(q), input_precision="ieee") * fade * scale
+    grad = _lanes(grad_ptr + row * grad_stride + head * E, grad_stride, high, E)
+    own = _fine(p, grad, tl.zeros((J, E), dtype=tl.float32))
+    tl.store(own_u_ptr + at * J * E + (lane[:, None] * E + tl.arange(0, E)[None, :]), own)
 
 
 @triton.jit
@@ -57,19 +75,19 @@ def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence
         at = c * heads + head
         row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
         after = tl.where(high == J, state, 0.0)  # an unfinished chunk hands its state on as it is
-        leave = tl.load(leave_ptr + at * J * K + lane[:, None] * K + key[None, :])
+        leave = tl.load(leave_ptr + at * J * K + (lane[:, None] * K + key[None, :]))
         image = after.to(leave.dtype)
         tl.store(grad_next_ptr + at * K * E + tile, image)
-        rows = at * J * E + lane[:, None] * E + column[None, :]
-        news = tl.dot(leave, image, tl.load(own_u_ptr + rows), input_precision="ieee").to(leave.dtype)
-        tl.store(grad_u_ptr + rows, news)
-        live, decay = (lane < high)[:, None], tl.load(decay_ptr + at * J + lane)
-        q = tl.load(q_ptr + (row + lane)[:, None] * q_stride + key[None, :], mask=live, other=0.0)
-        grad = tl.load(grad_ptr + (row + lane)[:, None] * grad_stride + head * E + column[None, :], mask=live, other=0.0)
+        rows = lane[:, None] * E + column[None, :]
+        news = tl.dot(leave, image, tl.load(own_u_ptr + at * J * E + rows), input_precision="ieee")
+        tl.store(grad_u_ptr + at * J * E + rows, news)
+        decay = tl.load(decay_ptr + at * J + lane)
+        q = _lanes(q_ptr + row * q_stride, q_stride, high, K)
+        grad = _lanes(grad_ptr + row * grad_stride + head * E + tl.program_id(2) * BLOCK, grad_stride, high, BLOCK)
         grad = (grad.to(tl.float32) * (tl.exp(decay) * scale)[:, None]).to(q.dtype)
-        w = tl.load(w_ptr + at * J * K + lane[:, None] * K + key[None, :])
+        w = tl.load(w_ptr + at * J * K + (lane[:, None] * K + key[None, :]))
         before = tl.dot(tl.trans(q), grad, after * tl.exp(tl.load(decay_ptr + at * J + J - 1)), input_precision="ieee")
-        before = tl.dot(tl.trans(w), -news, before, input_precision="ieee")
+        before = tl.dot(tl.trans(w), (-news).to(w.dtype), before, input_precision="ieee")
         state = tl.where(high == J, before, before + state)
     tl.store(initial_ptr + (n * heads + head) * K * E + tile, state)
 
@@ -79,22 +97,25 @@ def _inner_back(grad_ptr, v_ptr, beta_ptr, chunk_ptr, decay_ptr, tile_ptr, u_ptr
                 of_beta_ptr, grad_stride, v_stride, heads, scale, E: tl.constexpr):  # fmt: skip
     """grad_r = T^T grad_u, grad_v, grad_r . v, and of_p, of_a [C, V, 64, 64]: the gradients of q_i . k_j and of k_i . k_j / beta_i."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, low, high, _ = _chunk(chunk_ptr, c)
+    row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
     if high == 0:
         return
     lane, column, at = tl.arange(0, J), tl.arange(0, E), c * heads + head
     live, square, rows = (lane < high)[:, None], at * J * J + lane[:, None] * J + lane[None, :], lane[:, None] * E + column[None, :]
     turned = tl.load(tile_ptr + at * J * J + lane[None, :] * J + lane[:, None], mask=(lane < high)[None, :], other=0.0)
     grad_u = tl.load(grad_u_ptr + at * J * E + rows)
-    grad_r = tl.dot(turned.to(grad_u.dtype), grad_u, input_precision="ieee")
-    beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=lane < high, other=0.0)
-    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, False)
+    high_u = grad_u.to(u_ptr.dtype.element_ty)
+    grad_r = _fine(turned, high_u, tl.zeros((J, E), dtype=tl.float32))
+    if high_u.dtype != tl.float32:
+        grad_r = tl.dot(turned.to(high_u.dtype), (grad_u - high_u.to(tl.float32)).to(high_u.dtype), grad_r, input_precision="ieee")
+    beta = tl.load(beta_ptr + row * heads + head + lane * heads, mask=lane < high, other=0.0)
+    v = _lanes(v_ptr + row * v_stride + head * E, v_stride, high, E)
     tl.store(of_beta_ptr + at * J + lane, tl.sum(grad_r * v.to(tl.float32), axis=1))
-    tl.store(grad_v_ptr + row * heads * E + head * E + lane[:, None] * heads * E + column[None, :], grad_r * beta[:, None], mask=live)
-    grad_r = grad_r.to(grad_u.dtype)
+    tl.store(grad_v_ptr + (row * heads + head) * E + (lane[:, None] * (heads * E) + column[None, :]), grad_r * beta[:, None], mask=live)
+    grad_r = grad_r.to(high_u.dtype)
     tl.store(grad_r_ptr + at * J * E + rows, grad_r)
     u, fade = tl.trans(tl.load(u_ptr + at * J * E + rows)), _fade(tl.load(decay_ptr + at * J + lane))
-    grad = _rows(grad_ptr + head * E, grad_ptr, row, grad_stride, low, high, E, False)
+    grad = _lanes(grad_ptr + row * grad_stride + head * E, grad_stride, high, E)
     of_p = tl.dot(grad, u, input_precision="ieee") * fade * scale
     tl.store(of_p_ptr + square, of_p)
     of_a = tl.dot(grad_r, u, input_precision="ieee") * fade
@@ -102,73 +123,88 @@ def _inner_back(grad_ptr, v_ptr, beta_ptr, chunk_ptr, decay_ptr, tile_ptr, u_ptr
 
 
 @triton.jit
-def _keys_back(q_ptr, k_ptr, grad_ptr, beta_ptr, chunk_ptr, decay_ptr, image_ptr, u_ptr, grad_r_ptr, grad_next_ptr, of_p_ptr, of_a_ptr,
-               grad_q_ptr, grad_k_ptr, gate_ptr, q_stride, k_stride, grad_stride, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr,
-               E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Gradients of q and k of a chunk and key head for BLOCK columns, and those columns' part of each value head's gates' ones."""
-    c, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, low, high, _ = _chunk(chunk_ptr, c)
+def _queries_back(q_ptr, k_ptr, grad_ptr, chunk_ptr, decay_ptr, image_ptr, of_p_ptr, grad_q_ptr, of_g_ptr, q_stride, k_stride, grad_stride,
+                  heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # fmt: skip
+    """A value head's part of grad_q, and q . grad_q: what q gives the gradient of G."""
+    c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
     if high == 0:
         return
-    lane, key, column = tl.arange(0, J), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
-    q = _rows(q_ptr + group * K + part * BLOCK, q_ptr, row, q_stride, low, high, BLOCK, False)
-    k = _rows(k_ptr + group * K + part * BLOCK, k_ptr, row, k_stride, low, high, BLOCK, False)
-    rows, square, tile = lane[:, None] * E + column[None, :], lane[:, None] * J + lane[None, :], key[:, None] * E + column[None, :]
-    sum_q, sum_k = tl.zeros((J, BLOCK), dtype=tl.float32), tl.zeros((J, BLOCK), dtype=tl.float32)
-    for r in range(REPEAT):
-        head = group * REPEAT + r
-        at = c * heads + head
-        decay, last = tl.load(decay_ptr + at * J + lane), tl.load(decay_ptr + at * J + J - 1)
-        beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=lane < high, other=0.0)
-        rise = tl.exp(decay)
-        start = tl.load(image_ptr + at * K * E + tile)
-        of_p, of_a = tl.load(of_p_ptr + at * J * J + square), tl.load(of_a_ptr + at * J * J + square)
-        grad = _rows(grad_ptr + head * E, grad_ptr, row, grad_stride, low, high, E, False)
-        grad_q = tl.dot(grad, tl.trans(start), input_precision="ieee") * (rise * scale)[:, None]
-        grad_q = tl.dot(of_p, k, grad_q, input_precision="ieee")
-        sum_q += grad_q
-        grad_g = tl.sum(grad_q * q.to(tl.float32), axis=1)
-
-        grad_r = tl.load(grad_r_ptr + at * J * E + rows)
-        reads = tl.dot(grad_r, tl.trans(start), input_precision="ieee") * -rise[:, None]
-        reads = tl.dot(of_a, k, reads, input_precision="ieee")
-        sum_k += reads * beta[:, None]
-        grad_beta = tl.sum(reads * k.to(tl.float32), axis=1)
-        grad_g += grad_beta * beta
-
-        after, u = tl.load(grad_next_ptr + at * K * E + tile), tl.load(u_ptr + at * J * E + rows)
-        left = tl.dot(u, tl.trans(after), input_precision="ieee") * tl.exp(last - decay)[:, None]
-        ends = tl.sum(tl.sum(left * k.to(tl.float32), axis=1), axis=0)
-        ends += tl.exp(last) * tl.sum(tl.sum(start.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
-        left = tl.dot(tl.trans(of_p), q, left, input_precision="ieee")
-        of_a = (of_a.to(tl.float32) * beta[:, None]).to(of_a.dtype)
-        left = tl.dot(tl.trans(of_a), k, left, input_precision="ieee")
-        sum_k += left
-        grad_g += tl.where(lane == J - 1, ends, 0.0) - tl.sum(left * k.to(tl.float32), axis=1)
-        gate = gate_ptr + ((part * tl.num_programs(0) + c) * heads + head) * 2 * J + lane
-        tl.store(gate, grad_g)
-        tl.store(gate + J, grad_beta)
-    place = (row + lane)[:, None] * (heads // REPEAT) * K + group * K + key[None, :]
-    tl.store(grad_q_ptr + place, sum_q, mask=(lane < high)[:, None])
-    tl.store(grad_k_ptr + place, sum_k, mask=(lane < high)[:, None])
+    lane, key, column, at = tl.arange(0, J), tl.arange(0, K), tl.arange(0, E), c * heads + head
+    start = tl.load(image_ptr + at * K * E + (key[:, None] * E + column[None, :]))
+    grad = _lanes(grad_ptr + row * grad_stride + head * E, grad_stride, high, E)
+    rise = tl.exp(tl.load(decay_ptr + at * J + lane)) * scale
+    grad_q = tl.dot(grad, tl.trans(start), input_precision="ieee") * rise[:, None]
+    k = _lanes(k_ptr + row * k_stride + head // REPEAT * K, k_stride, high, K)
+    grad_q = _fine(tl.load(of_p_ptr + at * J * J + (lane[:, None] * J + lane[None, :])), k, grad_q)
+    place = (row * heads + head) * K + (lane[:, None] * (heads * K) + key[None, :])
+    tl.store(grad_q_ptr + place, grad_q, mask=(lane < high)[:, None])
+    q = _lanes(q_ptr + row * q_stride + head // REPEAT * K, q_stride, high, K)
+    tl.store(of_g_ptr + at * J + lane, tl.sum(grad_q * q.to(tl.float32), axis=1))
 
 
 @triton.jit
-def _gates_back(gate_ptr, of_beta_ptr, chunk_ptr, grad_g_ptr, grad_beta_ptr, heads, PARTS: tl.constexpr):
+def _keys_back(q_ptr, k_ptr, beta_ptr, chunk_ptr, decay_ptr, image_ptr, u_ptr, grad_r_ptr, grad_next_ptr, of_p_ptr, of_a_ptr, grad_k_ptr,
+               gate_ptr, q_stride, k_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """As `_queries_back` of grad_k, BLOCK columns. G gets k as a row of A less k as a column, beta k as a row."""
+    c, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
+    if high == 0:
+        return
+    lane, key, column, at = tl.arange(0, J), part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E), c * heads + head
+    rows, tile = lane[:, None] * E + column[None, :], key[:, None] * E + column[None, :]
+    square, turned = lane[:, None] * J + lane[None, :], lane[None, :] * J + lane[:, None]
+    of_p_ptr += at * J * J
+    of_a_ptr += at * J * J
+    decay, last = tl.load(decay_ptr + at * J + lane), tl.load(decay_ptr + at * J + J - 1)
+    beta = tl.load(beta_ptr + row * heads + head + lane * heads, mask=lane < high, other=0.0)
+    start, after = tl.load(image_ptr + at * K * E + tile), tl.load(grad_next_ptr + at * K * E + tile)
+    ends = tl.exp(last) * tl.sum(tl.sum(start.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
+    reads = tl.dot(tl.load(grad_r_ptr + at * J * E + rows), tl.trans(start), input_precision="ieee") * -tl.exp(decay)[:, None]
+    k = _lanes(k_ptr + row * k_stride + head // REPEAT * K + part * BLOCK, k_stride, high, BLOCK)
+    reads = _fine(tl.load(of_a_ptr + square), k, reads)
+    grad_beta = tl.sum(reads * k.to(tl.float32), axis=1)
+
+    left = tl.dot(tl.load(u_ptr + at * J * E + rows), tl.trans(after), input_precision="ieee") * tl.exp(last - decay)[:, None]
+    ends += tl.sum(tl.sum(left * k.to(tl.float32), axis=1), axis=0)
+    q = _lanes(q_ptr + row * q_stride + head // REPEAT * K + part * BLOCK, q_stride, high, BLOCK)
+    left = _fine(tl.load(of_p_ptr + turned), q, left)
+    left = _fine(tl.load(of_a_ptr + turned) * beta[None, :], k, left)
+    place = (row * heads + head) * K + (lane[:, None] * (heads * K) + key[None, :])
+    tl.store(grad_k_ptr + place, reads * beta[:, None] + left, mask=(lane < high)[:, None])
+    gate_ptr += ((part * tl.num_programs(0) + c) * heads + head) * 2 * J + lane
+    grad_g = grad_beta * beta - tl.sum(left * k.to(tl.float32), axis=1)
+    tl.store(gate_ptr, grad_g + tl.where(lane == J - 1, ends, 0.0))
+    tl.store(gate_ptr + J, grad_beta)
+
+
+@triton.jit
+def _add_heads(x_ptr, out_ptr, count, REPEAT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+    """The sums of `count` rows and key heads over their value heads, in order."""
+    at, key = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, K)[None, :]
+    total = tl.zeros((ROWS, K), dtype=tl.float32)
+    for r in tl.static_range(REPEAT):
+        total += tl.load(x_ptr + (at * REPEAT + r) * K + key, mask=at < count, other=0.0)
+    tl.store(out_ptr + at * K + key, total, mask=at < count)
+
+
+@triton.jit
+def _gates_back(gate_ptr, of_g_ptr, of_beta_ptr, chunk_ptr, grad_g_ptr, grad_beta_ptr, heads, PARTS: tl.constexpr):
     """Gradients of log_decay, from those of its running sums in a chunk and head, and of beta."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, _, high, _ = _chunk(chunk_ptr, c)
+    row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
     if high == 0:
         return
     lane, at = tl.arange(0, J), c * heads + head
-    grad_g, grad_beta = tl.zeros((J,), dtype=tl.float32), tl.load(of_beta_ptr + at * J + lane)
+    grad_g, grad_beta = tl.load(of_g_ptr + at * J + lane), tl.load(of_beta_ptr + at * J + lane)
     for part in tl.static_range(PARTS):
         gate = gate_ptr + ((part * tl.num_programs(0) + c) * heads + head) * 2 * J + lane
         grad_g += tl.load(gate)
         grad_beta += tl.load(gate + J)
     grad_g = tl.sum(tl.where(lane[:, None] >= lane[None, :], grad_g[:, None], 0.0), axis=0)
-    tl.store(grad_g_ptr + (row + lane) * heads + head, grad_g, mask=lane < high)
-    tl.store(grad_beta_ptr + (row + lane) * heads + head, grad_beta, mask=lane < high)
+    tl.store(grad_g_ptr + row * heads + head + lane * heads, grad_g, mask=lane < high)
+    tl.store(grad_beta_ptr + row * heads + head + lane * heads, grad_beta, mask=lane < high)
 
 
 def gated_delta_backward(
@@ -198,7 +234,7 @@ def gated_delta_backward(
         q, k, grad, chunk, decay, own_u, q.stride(0), k.stride(0), grad.stride(0), heads, scale, **sizes, num_warps=4, num_stages=1,
         **EXACT,
     )  # fmt: skip
-    grad_u, grad_next = torch.empty_like(u), torch.empty_like(image)
+    grad_u, grad_next = torch.empty_like(own_u), torch.empty_like(image)
     final = chunk if grad_final_NVKE is None else grad_final_NVKE.float().contiguous()  # a table in its place is never read
     narrow = min(value_dim, 32)
     _scan_back[(sequences, heads, value_dim // narrow)](
@@ -207,22 +243,41 @@ def gated_delta_backward(
     )  # fmt: skip
     del own_u, w, leave
 
-    grad_q, grad_k, grad_v, grad_r = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, u))
-    of_p, of_a = (k.new_empty(tile.shape) for _ in range(2))
-    of_beta = torch.empty(decay.shape, **exact)
+    grad_v, grad_r = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, u))
+    of_p, of_a = torch.empty(tile.shape, **exact), tile  # of_a takes T's place
+    of_beta, of_g = (torch.empty(decay.shape, **exact) for _ in range(2))
     _inner_back[(chunks, heads)](
         grad, v, beta, chunk, decay, tile, u, grad_u, grad_r, grad_v, of_p, of_a, of_beta, grad.stride(0), v.stride(0), heads, scale,
         E=value_dim, num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
-    columns = min(key_dim, KEY_COLUMNS)
-    gates = torch.empty(key_dim // columns, chunks, heads, 2, CHUNK, **exact)
-    _keys_back[(chunks, key_heads, key_dim // columns)](
-        q, k, grad, beta, chunk, decay, image, u, grad_r, grad_next, of_p, of_a, grad_q, grad_k, gates, q.stride(0), k.stride(0),
-        grad.stride(0), heads, scale, **sizes, BLOCK=columns, num_warps=4, num_stages=1, **EXACT,
+    del grad_u
+    by_head = q.new_empty(rows.count, heads, key_dim, dtype=q.dtype if repeat == 1 else torch.float32)
+    _queries_back[(chunks, heads)](
+        q, k, grad, chunk, decay, image, of_p, by_head, of_g, q.stride(0), k.stride(0), grad.stride(0), heads, scale, **sizes,
+        num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
-    grad_g, grad_beta = torch.empty_like(beta), torch.empty_like(beta)
-    _gates_back[(chunks, heads)](gates, of_beta, chunk, grad_g, grad_beta, heads, PARTS=key_dim // columns, num_warps=4, **EXACT)
+    grad_q = _key_heads(by_head, key_heads, q.dtype)
+    by_head, columns = torch.empty_like(by_head) if repeat == 1 else by_head, min(key_dim, KEY_COLUMNS)
+    gates = torch.empty(key_dim // columns, chunks, heads, 2, CHUNK, **exact)
+    _keys_back[(chunks, heads, key_dim // columns)](
+        q, k, beta, chunk, decay, image, u, grad_r, grad_next, of_p, of_a, by_head, gates, q.stride(0), k.stride(0), heads, **sizes,
+        BLOCK=columns, num_warps=4, num_stages=1, **EXACT,
+    )  # fmt: skip
+    grad_k, grad_g, grad_beta = _key_heads(by_head, key_heads, k.dtype), torch.empty_like(beta), torch.empty_like(beta)
+    _gates_back[(chunks, heads)](gates, of_g, of_beta, chunk, grad_g, grad_beta, heads, PARTS=key_dim // columns, num_warps=4, **EXACT)
     return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial
+
+
+def _key_heads(by_head_RVK: Tensor, key_heads: int, dtype: torch.dtype) -> Tensor:
+    """[R, G, K]: the sums over the value heads of each key head."""
+    count, heads, key_dim = by_head_RVK.shape
+    if heads == key_heads:
+        return by_head_RVK
+    out = by_head_RVK.new_empty(count, key_heads, key_dim, dtype=dtype)
+    _add_heads[(triton.cdiv(count * key_heads, SUM_ROWS),)](
+        by_head_RVK, out, count * key_heads, REPEAT=heads // key_heads, K=key_dim, ROWS=SUM_ROWS, num_warps=4, **EXACT
+    )
+    return out
 
 
 def _states(
