@@ -36,7 +36,9 @@ CONTRACT = Contract(
     "(q_i H), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) H + sum "
     "exp(G_63 - G_j) k_j u_j, the sum from zero, then one FMA: the decayed state starts no accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
-    backward="by chunk in FP32 (on CUDA the scans' operands in BF16), states recomputed, fixed order; of an initial state too",
+    backward="by chunk in FP32, states recomputed, fixed order; of an initial state too. On CUDA operands of products are rounded to "
+    "the program's dtype, where they are not the inputs, w, u or H themselves: the states' gradients, exp(G) grad, exp(G_63 - G) k, "
+    "grad_r; P, T, grad_u and the gradients of q_i . k_j and k_i . k_j are two operands each: sums, gates and their gradients in FP32",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
     "same launch",
     providers=(

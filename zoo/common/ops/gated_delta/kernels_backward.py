@@ -1,9 +1,9 @@
 """The backward of gated_delta on CUDA: `backward`'s formulas as kernels of a chunk and head, around a scan over states each way.
 
-Nothing is saved but the inputs: the forward's own kernels make T, w, u and the states again. Operands of products are in q's dtype,
-sums, decays and T in FP32. With X the gradient of R through its reads of the state, less its part in A: grad_beta = grad_r . v + k . X,
-and the sums over rows and over columns of grad_P P + grad_A A are q and k times products that grad_q and grad_k need anyway, so
-that neither P, A nor k H is made again. Value heads of one key head are added in their order by one program.
+Nothing is saved but the inputs: the forward's kernels make T, w, u and the states' images again. Operands of products have q's dtype,
+P, T, grad_u and the scores' gradients are two of them each (`_fine`); the rest is FP32. The sums over rows and columns of
+grad_P P + grad_A A are q and k times products that their own gradients need, so neither P nor A is made for them, nor k H for
+grad_beta = grad_r . v + k . (grad_A / beta k - exp(G) grad_r H^T).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 
 WIDTHS = (16, 32, 64, 128)
-KEY_COLUMNS = 64  # of k's gradient that a program holds at once
+KEY_COLUMNS = 64  # of k's gradient that a program holds at once: with more it spills
 SUM_ROWS = 16
 
 
@@ -33,7 +33,7 @@ def _lanes(x_ptr, stride, high, WIDTH: tl.constexpr):
 
 @triton.jit
 def _fine(x, y, start):
-    """start + x y of FP32 x, as two operands in y's dtype: the first rounding leaves a rest."""
+    """start + x y of FP32 x, as two operands in y's dtype: its rounding and what that leaves."""
     high = x.to(y.dtype)
     total = tl.dot(high, y, start, input_precision="ieee")
     if y.dtype != tl.float32:
@@ -42,7 +42,7 @@ def _fine(x, y, start):
 
 
 @triton.jit
-def _outputs_back(q_ptr, k_ptr, grad_ptr, chunk_ptr, decay_ptr, own_u_ptr, q_stride, k_stride, grad_stride, heads, scale,
+def _outputs_back(q_ptr, k_ptr, grad_ptr, chunk_ptr, decay_ptr, grad_u_ptr, q_stride, k_stride, grad_stride, heads, scale,
                   REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # fmt: skip
     """The outputs' part of u's gradient, [C, V, 64, E] in FP32: P^T grad."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -57,14 +57,15 @@ def _outputs_back(q_ptr, k_ptr, grad_ptr, chunk_ptr, decay_ptr, own_u_ptr, q_str
     p = tl.dot(k, tl.trans(q), input_precision="ieee") * fade * scale
     grad = _lanes(grad_ptr + row * grad_stride + head * E, grad_stride, high, E)
     own = _fine(p, grad, tl.zeros((J, E), dtype=tl.float32))
-    tl.store(own_u_ptr + at * J * E + (lane[:, None] * E + tl.arange(0, E)[None, :]), own)
+    tl.store(grad_u_ptr + at * J * E + (lane[:, None] * E + tl.arange(0, E)[None, :]), own)
 
 
 @triton.jit
-def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, own_u_ptr, final_ptr, grad_u_ptr, grad_next_ptr,
-               initial_ptr, q_stride, grad_stride, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, grad_u_ptr, final_ptr, grad_next_ptr, initial_ptr,
+               q_stride, grad_stride, heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
                BLOCK: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-    """Gradients of u, of each chunk's next state and of the first one, of one sequence and head for BLOCK columns, last chunk first."""
+    """Gradients of u (over the outputs' part of it), of the states after chunks and of the first, of one sequence and head for BLOCK
+    columns, its last chunk first."""
     n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane, key, column = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = tl.load(sequence_ptr + n * 2).to(tl.int64), tl.load(sequence_ptr + n * 2 + 1)
@@ -79,7 +80,7 @@ def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence
         image = after.to(leave.dtype)
         tl.store(grad_next_ptr + at * K * E + tile, image)
         rows = lane[:, None] * E + column[None, :]
-        news = tl.dot(leave, image, tl.load(own_u_ptr + at * J * E + rows), input_precision="ieee")
+        news = tl.dot(leave, image, tl.load(grad_u_ptr + at * J * E + rows), input_precision="ieee")
         tl.store(grad_u_ptr + at * J * E + rows, news)
         decay = tl.load(decay_ptr + at * J + lane)
         q = _lanes(q_ptr + row * q_stride, q_stride, high, K)
@@ -101,8 +102,8 @@ def _inner_back(grad_ptr, v_ptr, beta_ptr, chunk_ptr, decay_ptr, tile_ptr, u_ptr
     if high == 0:
         return
     lane, column, at = tl.arange(0, J), tl.arange(0, E), c * heads + head
-    live, square, rows = (lane < high)[:, None], at * J * J + lane[:, None] * J + lane[None, :], lane[:, None] * E + column[None, :]
-    turned = tl.load(tile_ptr + at * J * J + lane[None, :] * J + lane[:, None], mask=(lane < high)[None, :], other=0.0)
+    square, rows = lane[:, None] * J + lane[None, :], lane[:, None] * E + column[None, :]
+    turned = tl.load(tile_ptr + at * J * J + (lane[None, :] * J + lane[:, None]), mask=(lane < high)[None, :], other=0.0)
     grad_u = tl.load(grad_u_ptr + at * J * E + rows)
     high_u = grad_u.to(u_ptr.dtype.element_ty)
     grad_r = _fine(turned, high_u, tl.zeros((J, E), dtype=tl.float32))
@@ -111,15 +112,16 @@ def _inner_back(grad_ptr, v_ptr, beta_ptr, chunk_ptr, decay_ptr, tile_ptr, u_ptr
     beta = tl.load(beta_ptr + row * heads + head + lane * heads, mask=lane < high, other=0.0)
     v = _lanes(v_ptr + row * v_stride + head * E, v_stride, high, E)
     tl.store(of_beta_ptr + at * J + lane, tl.sum(grad_r * v.to(tl.float32), axis=1))
-    tl.store(grad_v_ptr + (row * heads + head) * E + (lane[:, None] * (heads * E) + column[None, :]), grad_r * beta[:, None], mask=live)
+    place = grad_v_ptr + (row * heads + head) * E + (lane[:, None] * (heads * E) + column[None, :])
+    tl.store(place, grad_r * beta[:, None], mask=(lane < high)[:, None])
     grad_r = grad_r.to(high_u.dtype)
     tl.store(grad_r_ptr + at * J * E + rows, grad_r)
     u, fade = tl.trans(tl.load(u_ptr + at * J * E + rows)), _fade(tl.load(decay_ptr + at * J + lane))
     grad = _lanes(grad_ptr + row * grad_stride + head * E, grad_stride, high, E)
     of_p = tl.dot(grad, u, input_precision="ieee") * fade * scale
-    tl.store(of_p_ptr + square, of_p)
+    tl.store(of_p_ptr + at * J * J + square, of_p)
     of_a = tl.dot(grad_r, u, input_precision="ieee") * fade
-    tl.store(of_a_ptr + square, tl.where(lane[None, :] < lane[:, None], -of_a, 0.0))
+    tl.store(of_a_ptr + at * J * J + square, tl.where(lane[None, :] < lane[:, None], -of_a, 0.0))
 
 
 @triton.jit
@@ -229,19 +231,19 @@ def gated_delta_backward(
     sizes, exact = {"REPEAT": repeat, "K": key_dim, "E": value_dim}, {"dtype": torch.float32, "device": q.device}
     tile, decay, w, leave, u, image = _states(k, v, log_decay_RV.contiguous(), beta, initial_NVKE, chunk, sequence)
 
-    own_u, grad_initial = torch.empty(u.shape, **exact), torch.empty(sequences, heads, key_dim, value_dim, **exact)
+    grad_u, grad_initial = torch.empty(u.shape, **exact), torch.empty(sequences, heads, key_dim, value_dim, **exact)
     _outputs_back[(chunks, heads)](
-        q, k, grad, chunk, decay, own_u, q.stride(0), k.stride(0), grad.stride(0), heads, scale, **sizes, num_warps=4, num_stages=1,
+        q, k, grad, chunk, decay, grad_u, q.stride(0), k.stride(0), grad.stride(0), heads, scale, **sizes, num_warps=4, num_stages=1,
         **EXACT,
     )  # fmt: skip
-    grad_u, grad_next = torch.empty_like(own_u), torch.empty_like(image)
+    grad_next = torch.empty_like(image)
     final = chunk if grad_final_NVKE is None else grad_final_NVKE.float().contiguous()  # a table in its place is never read
     narrow = min(value_dim, 32)
     _scan_back[(sequences, heads, value_dim // narrow)](
-        q, grad, w, leave, decay, chunk, sequence, own_u, final, grad_u, grad_next, grad_initial, q.stride(0), grad.stride(0), heads,
-        scale, **sizes, BLOCK=narrow, FINAL=grad_final_NVKE is not None, num_warps=4, num_stages=2, **EXACT,
+        q, grad, w, leave, decay, chunk, sequence, grad_u, final, grad_next, grad_initial, q.stride(0), grad.stride(0), heads, scale,
+        **sizes, BLOCK=narrow, FINAL=grad_final_NVKE is not None, num_warps=4, num_stages=2, **EXACT,
     )  # fmt: skip
-    del own_u, w, leave
+    del w, leave
 
     grad_v, grad_r = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, u))
     of_p, of_a = torch.empty(tile.shape, **exact), tile  # of_a takes T's place
