@@ -220,8 +220,8 @@ def gated_delta_backward(
     initial_NVKE: Tensor | None,
     rows: Rows,
 ) -> tuple[Tensor, ...]:
-    """As `backward.gated_delta_backward`, which takes widths that have no kernel."""
-    if not {q_RHK.shape[2], v_RVE.shape[2]} <= set(WIDTHS) or q_RHK.dtype == torch.float64:
+    """As `backward.gated_delta_backward`, which takes the widths that have no kernel."""
+    if q_RHK.shape[2] != v_RVE.shape[2] or q_RHK.shape[2] not in WIDTHS or q_RHK.dtype == torch.float64:
         operands = (grad_RVE, grad_final_NVKE, q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows)
         return backward.gated_delta_backward(*operands)
     q, k, v, grad = (_heads_contiguous(t) for t in (q_RHK, k_RHK, v_RVE, grad_RVE.to(v_RVE.dtype)))
