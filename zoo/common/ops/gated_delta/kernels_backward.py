@@ -20,6 +20,7 @@ from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 
 WIDTHS = (16, 32, 64, 128)
+SCAN_SHAPE = (32, 4)  # columns of a state's gradient that a program holds, warps; (64, 8) fits too
 KEY_COLUMNS = 64  # of k's gradient that a program holds at once: with more it spills
 SUM_ROWS = 16
 
@@ -238,10 +239,10 @@ def gated_delta_backward(
     )  # fmt: skip
     grad_next = torch.empty_like(image)
     final = chunk if grad_final_NVKE is None else grad_final_NVKE.float().contiguous()  # a table in its place is never read
-    narrow = min(value_dim, 32)
-    _scan_back[(sequences, heads, value_dim // narrow)](
+    columns, warps = min(value_dim, SCAN_SHAPE[0]), SCAN_SHAPE[1]
+    _scan_back[(sequences, heads, value_dim // columns)](
         q, grad, w, leave, decay, chunk, sequence, grad_u, final, grad_next, grad_initial, q.stride(0), grad.stride(0), heads, scale,
-        **sizes, BLOCK=narrow, FINAL=grad_final_NVKE is not None, num_warps=4, num_stages=2, **EXACT,
+        **sizes, BLOCK=columns, FINAL=grad_final_NVKE is not None, num_warps=warps, num_stages=2, **EXACT,
     )  # fmt: skip
     del w, leave
 
@@ -298,14 +299,14 @@ def _states(
     )
     kernels._scores[(chunks, heads)](
         k, beta, spare, spare, spare, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=False,
-        num_warps=4, num_stages=1, maxnreg=kernels.WIDE_REGISTERS, **EXACT,
+        num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
     kernels._invert[(chunks, heads)](tile, chunk, heads, ROWS=kernels.INVERT_ROWS, num_warps=1, num_stages=1, **EXACT)
     kernels._local[(chunks, heads)](
         k, v, beta, spare, spare, spare, spare, spare, chunk, decay, tile, w, own, k.stride(0), v.stride(0), heads, REPEAT=repeat,
         K=key_dim, E=value_dim, CACHED=False, num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
-    narrow = min(value_dim, 32)
+    narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
     kernels._scan[(sequences, heads, value_dim // narrow)](
         w, own, leave, decay, chunk, sequence, spare if initial is None else initial.float().contiguous(), spare, u, image, final, spare,
         spare, heads, K=key_dim, E=value_dim, BLOCK=narrow, CACHED=False, INITIAL=initial is not None, num_warps=4, num_stages=2, **EXACT,
