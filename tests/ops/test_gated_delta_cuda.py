@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from zoo.common.delta_memory import DeltaMemory
 from zoo.common.ops import gated_delta, gated_delta_states
-from zoo.common.ops.gated_delta import cases, kernels, rival_tokens
+from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, rival_tokens
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, packed_rows
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -195,6 +196,52 @@ def test_gradients_against_float64(lengths: list[int], decay: float) -> None:
         assert far(found[name], wanted[name]) < 2**-7, name
     other = gradients(call, args, OPERANDS, seed=1)[1]
     assert far(other["v_RVE"], wanted["v_RVE"]) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "heads"), [(16, (3, 3)), (32, (1, 4)), (64, (2, 6)), (128, (2, 4))])
+def test_gradients_of_states(width: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also of the initial states and through the final ones, by the kernels against the backward by chunk in float64."""
+    lengths = [1, 63, 64, 65, 130]
+    args = cases._case("made", lengths, *heads, width, width, 0.05).make(0, "cuda", dtype)
+    random = torch.Generator("cuda").manual_seed(2)
+    grad = torch.randn(args["v_RVE"].shape, generator=random, device="cuda").to(dtype)
+    final, initial = (torch.randn(len(lengths), heads[1], width, width, generator=random, device="cuda") for _ in range(2))
+    operands, rows = [args[name] for name in OPERANDS], packed_rows(args)
+    for states in ((final, 0.3 * initial), (None, None)):
+        found, again = (kernels_backward.gated_delta_backward(grad, states[0], *operands, states[1], rows) for _ in range(2))
+        assert_same_bytes(found, again)
+        wide = [None if t is None else t.double() for t in (grad, states[0], *operands, states[1])]
+        for name, near, wanted in zip((*OPERANDS, "initial"), found, backward.gated_delta_backward(*wide, rows), strict=True):
+            assert far(near, wanted) < (1e-5 if dtype == torch.float32 else 2**-6), name
+            assert far(near, -wanted) > 1, name
+
+
+def test_gradients_with_checkpointing() -> None:
+    args = made([130, 70])
+
+    def call(a: Args) -> Tensor:
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program())
+
+    def again(a: Args) -> Tensor:
+        return checkpoint(lambda *operands: call({**a, **dict(zip(OPERANDS, operands))}), *(a[n] for n in OPERANDS), use_reentrant=False)
+
+    found = gradients(call, args, OPERANDS)
+    assert_same_bytes(gradients(again, args, OPERANDS), found)
+    with pytest.raises(LawBroken):
+        assert_same_bytes(gradients(again, args, OPERANDS, seed=1)[1], found[1])
+
+
+def test_memory_of_the_backward() -> None:
+    """In the size of one [rows, value heads, width] tensor in BF16."""
+    args = made([1024] * 4)
+    operands, rows, grad = [args[name] for name in OPERANDS], packed_rows(args), torch.ones_like(args["v_RVE"])
+    kernels_backward.gated_delta_backward(grad, None, *operands, None, rows)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kernels_backward.gated_delta_backward(grad, None, *operands, None, rows)
+    assert (torch.cuda.max_memory_allocated() - before) < 20 * grad.numel() * 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")

@@ -36,7 +36,9 @@ CONTRACT = Contract(
     "(q_i H), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) H + sum "
     "exp(G_63 - G_j) k_j u_j, the sum from zero, then one FMA: the decayed state starts no accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
-    backward="by chunk in FP32 (on CUDA the scans' operands in BF16), states recomputed, fixed order; of an initial state too",
+    backward="by chunk in FP32, states recomputed, fixed order; of an initial state too. On CUDA operands of products are rounded to "
+    "the program's dtype, once: exp(G) grad, grad_r, in the scan grad_u and the states' gradients; as two operands each: P, T, else "
+    "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, H and exp(G_63 - G_j) k_j are the forward's",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
     "same launch",
     providers=(
@@ -137,10 +139,8 @@ def gated_delta_states(
     `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
     """
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
-    provider, states = (
-        _provider(q_RHK, v_RVE, program),
-        (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2]),
-    )
+    provider = _provider(q_RHK, v_RVE, program)
+    states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
     if initial_NVKE is not None and initial_NVKE.shape != states:
         raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
     return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)

@@ -8,7 +8,6 @@ U = T R, R = beta (v - exp(G) k H); O = s (exp(G) q H + P U), P_ij = D_ij (q_i .
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,18 +62,6 @@ class ChunkGrid:
         return self.first_N + (self.count_N - 1).clamp(max=step), step < self.count_N
 
 
-class Scans(Protocol):
-    """The two passes over a document's chunks, [C, V, ...] in the order of `ChunkGrid`; states are [N, V, K, E]."""
-
-    def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """H at each chunk's start, [C, V, K, E], and u = own - w H; then H' = exp(G_63) H + leave^T u."""
-
-    def gradients(
-        self, w: Tensor, leave: Tensor, decay: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of u, of H' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
-
-
 def gated_delta_backward(
     grad_RVE: Tensor,
     grad_final_NVKE: Tensor | None,
@@ -85,12 +72,8 @@ def gated_delta_backward(
     beta_RV: Tensor,
     initial_NVKE: Tensor | None,
     rows: Rows,
-    scans: Scans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none).
-
-    `scans` runs the two scans; by default a loop over chunks that takes all documents at once.
-    """
+    """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none)."""
     exact, (key_heads, key_dim), (heads, value_dim) = (
         torch.promote_types(q_RHK.dtype, torch.float32),
         q_RHK.shape[1:],
@@ -107,7 +90,7 @@ def gated_delta_backward(
         by_key, by_value = slice(first, first + block), slice(first * repeat, (first + block) * repeat)
         q, k = (grid.gather(t[:, by_key], exact).repeat_interleave(repeat, 1) for t in (q_RHK, k_RHK))
         v, g, beta, grad = (grid.gather(t[:, by_value], exact) for t in (v_RVE, log_decay_RV, beta_RV, grad_RVE))
-        found = _heads(scans or ChunkLoop(grid), q, k, v, g, beta, grad, initial[:, by_value], grad_final[:, by_value])
+        found = _heads(ChunkLoop(grid), q, k, v, g, beta, grad, initial[:, by_value], grad_final[:, by_value])
         parts.append((*(grid.scatter(t, rows.count) for t in found[:5]), found[5]))
     grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial = (torch.cat(t, 1) for t in zip(*parts))
     grad_q, grad_k = (t.unflatten(1, (key_heads, repeat)).sum(2) for t in (grad_q, grad_k))
@@ -122,7 +105,7 @@ def gated_delta_backward(
 
 
 def _heads(
-    scans: Scans, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
+    scans: ChunkLoop, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, ...]:
     """All chunks of some heads: operands [C, V, 64, ...], states [N, V, K, E]."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
@@ -160,11 +143,15 @@ def _heads(
 
 @dataclass(frozen=True)
 class ChunkLoop:
-    """`Scans` as a loop over the chunks' numbers: each step takes that chunk of every document that has it."""
+    """The two passes over a document's chunks: each step takes the chunk of one number of every document that has it.
+
+    Operands are [C, V, ...] in the order of `ChunkGrid`, states [N, V, K, E].
+    """
 
     grid: ChunkGrid
 
     def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """H at each chunk's start, [C, V, K, E], and u = own - w H; then H' = exp(G_63) H + leave^T u."""
         closing = torch.exp(decay[..., -1:])[..., None]
         start, u = initial.new_zeros(w.shape[0], *initial.shape[1:]), torch.zeros_like(own)
         state = initial
@@ -179,6 +166,7 @@ class ChunkLoop:
     def gradients(
         self, w: Tensor, leave: Tensor, decay: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of u, of H' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
         closing = torch.exp(decay[..., -1:])[..., None]
         grad_next, grad_u, state = torch.zeros_like(own_start), torch.zeros_like(own_u), grad_final
         for step in reversed(range(self.grid.steps)):
