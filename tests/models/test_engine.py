@@ -615,7 +615,12 @@ def test_bad_requests_change_nothing() -> None:
         (lambda: small.add([1], None, 5), "request_id must be text, not 5"),  # type: ignore[arg-type]
         (lambda: small.generate([[1], []], SamplingParams(max_new_tokens=2)), "prompt is empty"),
         (lambda: small.generate([[1], [2]], [SamplingParams()]), "1 sampling parameters for 2 prompts"),
+        (lambda: small.add({1, 2}), "a prompt must be a sequence of token ids, not {1, 2}"),  # type: ignore[arg-type]
+        (lambda: small.add({1: 2}), "a prompt must be a sequence of token ids, not {1: 2}"),  # type: ignore[arg-type]
+        (lambda: small.add([1], {}), "must be SamplingParams, not dict"),  # type: ignore[arg-type]
+        (lambda: small.add([1], prompt_log_probs="no"), "prompt_log_probs must be True or False, not 'no'"),  # type: ignore[arg-type]
         (lambda: small.abort("7"), "no request '7'"),
+        (lambda: small.abort([]), r"no request \[\]"),  # type: ignore[arg-type]
         (lambda: small.preempt("7"), "no request '7'"),
     ]
     for call, message in calls:
@@ -631,6 +636,7 @@ def test_bad_requests_change_nothing() -> None:
         ({"graphs": True}, "needs a CUDA device"),
         ({"pages": 2.5}, "pages must be an integer, not 2.5"),
         ({"page_size": True}, "page_size must be an integer, not True"),
+        ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
     ):
         with pytest.raises(ValueError, match=message):
             engine(**options)

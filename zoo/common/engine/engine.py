@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,8 @@ class Engine:
                 raise ValueError(f"{name} must be an integer, not {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if not isinstance(prefix_cache, bool):
+            raise ValueError(f"prefix_cache must be True or False, not {prefix_cache!r}")
         _check_model(model)
         self.model, self.progress = model, progress
         self.device = next(model.parameters()).device
@@ -258,11 +260,13 @@ class Engine:
         scores: bool,
         ahead: int = 0,
     ) -> Request:
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id must be text, not {request_id!r}")
+        if not isinstance(scores, bool):
+            raise ValueError(f"prompt_log_probs must be True or False, not {scores!r}")
         config, memory = self.model.config, self.scheduler.memory
         tokens = _token_ids(prompt_ids)
         for token in (*tokens, *params.stop_token_ids):
@@ -291,7 +295,7 @@ class Engine:
         self.scheduler.add(request)
 
     def _find(self, request_id: str) -> Request:
-        if request_id not in self._requests:
+        if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no request {request_id!r} is in progress ({len(self._requests)} are)")
         return self._requests[request_id]
 
@@ -433,7 +437,8 @@ def _token_ids(prompt_ids: Sequence[int] | Tensor) -> list[int]:
     """A prompt as a list. ValueError for what is no row of integers, or empty."""
     if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 1:
         raise ValueError(f"a prompt must be one row of token ids, not a tensor of shape {list(prompt_ids.shape)}")
-    if isinstance(prompt_ids, str | bytes) or not hasattr(prompt_ids, "__len__"):
+    # sets and mappings have no order
+    if isinstance(prompt_ids, str | bytes | Set | Mapping) or not hasattr(prompt_ids, "__len__"):
         raise ValueError(f"a prompt must be a sequence of token ids, not {prompt_ids!r:.40}")
     values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
     if not len(values):
