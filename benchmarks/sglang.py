@@ -120,9 +120,11 @@ class Race:
         self.best: dict[str, dict[str, float]] = {}  # contender -> measure -> tokens/s, or ms
         self.took: dict[str, float] = {}
         self.failed: dict[str, str] = {}
+        self.entrants: list[Entrant] = []  # that run side by side
 
     def together(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
         """All start; what is ready first, deterministic ones last to be waited for, is measured while the others stand still."""
+        self.entrants = list(entrants)
         for entrant in entrants:
             entrant.start()
         early = [e for e in entrants if not e.name.startswith("deterministic")]
@@ -131,10 +133,7 @@ class Race:
         late = self._those(entrants, "starting")
         for entrant in late:
             self.say(f"{entrant.name} is not ready yet: it stands still while the others are measured")
-            entrant.pause()
         self.turn(ready, measures)
-        for entrant in late:
-            entrant.resume()
         self.settle(late, self.budget.left)
         self.turn(self._those(late, "ready"), measures)
         for entrant in self._those(entrants, "failed") + self._those(late, "starting"):
@@ -160,27 +159,30 @@ class Race:
             self.wait(0.2)
 
     def turn(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
-        """All measures `turns` times; every other time the contenders' order is reversed. Who is not measured stands still."""
-        for entrant in entrants:
-            entrant.pause()  # an idle scheduler polls, and takes a core from the one that is measured
+        """All measures `turns` times; every other time the contenders' order is reversed."""
+        for number in range(self.turns):
+            for measure in measures:
+                for entrant in entrants[:: -1 if number % 2 else 1]:
+                    if entrant.name not in self.failed:
+                        self._measure(entrant, measure, number)
+
+    def _ask(self, entrant: Entrant, measure: Measure) -> dict[str, Any]:
+        """The others, ready or late, stand still: an idle scheduler polls, and takes a core from the one that is measured."""
+        others = [other for other in self.entrants if other is not entrant]
+        for other in others:
+            other.pause()
         try:
-            for number in range(self.turns):
-                for measure in measures:
-                    for entrant in entrants[:: -1 if number % 2 else 1]:
-                        if entrant.name not in self.failed:
-                            entrant.resume()
-                            self._measure(entrant, measure, number)
-                            entrant.pause()
-        finally:  # one that stands still can't end
-            for entrant in entrants:
-                entrant.resume()
+            return entrant.ask(measure, self.budget.left)
+        finally:
+            for other in others:
+                other.resume()
 
     def _measure(self, entrant: Entrant, measure: Measure, number: int) -> None:
         guess = self.took.get(measure.label, measure.seconds)
         if not self.budget.allows(f"{entrant.name} {measure.label}", 1.1 * guess):
             return
         try:
-            found = entrant.ask(measure, self.budget.left)
+            found = self._ask(entrant, measure)
         except ValueError as error:
             if entrant.state == "failed":
                 self.give_up(entrant, str(error))
@@ -223,7 +225,7 @@ class Race:
         if not self.budget.allows(f"{entrant.name} {what}", measure.seconds):
             return
         try:
-            found = entrant.ask(measure, self.budget.left)
+            found = self._ask(entrant, measure)
         except ValueError as error:
             self.say(f"{entrant.name} {what}: {error}")
             return

@@ -472,9 +472,11 @@ def test_who_is_not_measured_stands_still(tmp_path: Path) -> None:
             assert [e.still for e in both] == [e is not self for e in both]
             return super().ask(measure, seconds)
 
-    both += [Watching("zoo", SPEEDS), Watching("stock fa3", SPEEDS)]
-    race.turn(both, MEASURES)
-    assert not any(e.still for e in both) and "64x128" in both[1].log, "they can end, and were asked"
+    both += [Watching("zoo", SPEEDS), Watching("stock fa3", SPEEDS), Watching("deterministic fa3", SPEEDS, late=40)]
+    race.together(both, MEASURES)
+    race.profile(both, MEASURES)
+    assert not any(e.still for e in both), "they can end"
+    assert all("64x128" in e.log for e in both) and "prefill profile" in both[1].log
 
 
 def test_every_other_turn_is_in_the_other_order(tmp_path: Path) -> None:
