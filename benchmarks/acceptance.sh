@@ -2,9 +2,9 @@
 # What is measured and proven on one H200, by stages:
 #   benchmarks/acceptance.sh PYTHON OUT SECONDS STAGE...
 # `a+b` runs stages side by side, `+a` beside all that follow. Nothing is timed in
-#   admit, tests, laws, attention, warm, compile, live (or live_dense, _moe35, _sglang of it), rungs (or rungs_dense, _moe35, _qwen35),
-#   ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _moe, _moe35, _qwen35, and by HTTP
-#   proof_http, _http_moe, _http35, _http_qwen35).
+#   admit, tests, laws, attention, warm, compile, live (or live_dense, _moe, _moe35, _sglang of it), whole, rungs (or rungs_dense,
+#   _moe, _moe35, _qwen35), ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _moe, _moe35, _qwen35,
+#   and by HTTP proof_http, _http_moe, _http35, _http_qwen35).
 # The others have the GPU alone, faster once `compile` has been:
 #   dense, speed, speed35, speed_moe, speed_qwen35, speed_triton, long, train, train35, train_qwen35, moe35, moe, qwen35, linear,
 #   ops.
@@ -199,21 +199,25 @@ first() {
   stage "rungs $2 of ${*:3}" 18 "ladder_rungs_$1"
   ladders
 }
-stage_rungs_dense() { first dense 1,2 qwen3 --size 8b; }
+stage_rungs_dense() { first dense 1,2,4 qwen3 --size 8b; }
+stage_rungs_moe() { first moe 1,2,4 qwen3_moe --size 30b-a3b --layers 8; }
 stage_rungs_moe35() { first moe35 1,2 qwen3_5_moe --size 35b-a3b --layers 8; }
 stage_rungs_qwen35() { first qwen35 1,2,4 qwen3_5 --size 4b; }
-stage_rungs() { for name in dense moe35 qwen35; do "stage_rungs_$name"; done; }
+stage_rungs() { for name in dense moe moe35 qwen35; do "stage_rungs_$name"; done; }
 
 # an engine samples, another process scores; then again after optimizer steps
 lived() {
-  climb "ladder_live_$1" 400 4,5 "${@:2}" --layers 4 --lengths 130,600
+  climb "ladder_live_$1" 400 4,5 "${@:2}" --lengths 130,600
   stage "rungs 4 and 5 of ${*:2}" 60 "ladder_live_$1"
   ladders
 }
-stage_live_dense() { lived dense qwen3 --size 8b; }
-stage_live_moe35() { lived moe35 qwen3_5_moe --size 35b-a3b; }
-stage_live_sglang() { lived sglang qwen3 --size 8b --engine sglang; }
-stage_live() { for name in dense moe35 sglang; do "stage_live_$name"; done; }
+stage_live_dense() { lived dense qwen3 --size 8b --layers 4; }
+stage_live_moe() { lived moe qwen3_moe --size 30b-a3b --layers 8; }
+stage_live_moe35() { lived moe35 qwen3_5_moe --size 35b-a3b --layers 4; }
+stage_live_sglang() { lived sglang qwen3 --size 8b --layers 4 --engine sglang; }
+stage_live() { for name in dense moe moe35 sglang; do "stage_live_$name"; done; }
+# trainer, server, gradients and AdamW's averages at once: the GPU alone
+stage_whole() { lived whole qwen3 --size 8b; }
 
 # proof NAME ARCHITECTURE...: its weights, up to 17 GB, lie on the disk meanwhile
 proof() {
