@@ -26,7 +26,7 @@ from zoo.verify.subject import config_of
 
 COLD_BYTES = 128 << 20  # more than twice an H200's L2: weights rotate through so much before one is read again
 MOST_SETS = 256
-PACKAGES = ("triton", "flash-attn-4", "sgl-deep-gemm", "flash-linear-attention", "sglang", "sglang-kernel", "transformers")
+PACKAGES = ("triton", "flash-attn-4", "sgl-deep-gemm", "flash-linear-attention", "tilelang", "sglang", "sglang-kernel", "transformers")
 Calls = Sequence[Callable[[], Any]]
 
 

@@ -180,8 +180,9 @@ def fla_recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tens
     return fused_recurrent_gated_delta_rule(q, k, v, g=log_decay, beta=beta, initial_state=state, output_final_state=True)[0][:, -1]
 
 
-def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """flash-linear-attention's chunked prefill of one document; q and k with as many heads as v."""
+def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """flash-linear-attention's chunked prefill of documents between `starts`; q and k with as many heads as v."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule(q[None], k[None], v[None], g=log_decay[None], beta=beta[None], output_final_state=True)[0][0]
+    operands = {"q": q[None], "k": k[None], "v": v[None], "g": log_decay[None], "beta": beta[None]}
+    return chunk_gated_delta_rule(**operands, output_final_state=True, cu_seqlens=starts if len(starts) > 2 else None)[0][0]

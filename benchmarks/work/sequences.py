@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks import rivals
 from benchmarks.common import sets_for
 from benchmarks.work.cases import Place, Work, subset_law
-from benchmarks.work.shapes import DELTA, HEADS, PREFILL
+from benchmarks.work.shapes import DELTA, HEADS, PREFILL, SHORT
 from zoo.common import ops
 from zoo.common.delta_memory import CHUNK, DeltaMemory
 from zoo.common.memory import KeyValues, PagedMemory
@@ -133,7 +133,8 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         name = f"{model} {key_heads}/{value_heads} heads of {key_dim}"
         flops, state_bytes = 4.0 * rows * value_heads * key_dim * value_dim, 4.0 * rows * value_heads * key_dim * value_dim
         if rows >= PREFILL:
-            yield _prefill_delta(place, name, operands, flops)
+            for length in (rows, SHORT):
+                yield _prefill_delta(place, name, operands, flops, length)
             continue
         memory = DeltaMemory(1, rows + 1, key_heads, value_heads, key_dim, value_dim, 8, torch.bfloat16, place.device)
         layer = memory.view(torch.arange(1, rows + 1, device=place.device))[0].state
@@ -192,28 +193,30 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         )
 
 
-def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops: float) -> Work:
+def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops: float, length: int) -> Work:
+    """Documents of `length` tokens, the last one of what is left."""
     rows, repeat = operands[0].shape[0], operands[2].shape[1] // operands[0].shape[1]
     wide = tuple(t.repeat_interleave(repeat, 1) for t in operands[:2])
-    whole = Rows.packed(torch.tensor([0, rows], device=place.device))
+    starts = torch.tensor([*range(0, rows, length), rows], device=place.device)
+    packed, last = Rows.packed(starts), int(starts[-2])
 
     def law() -> None:
-        full = ops.gated_delta(*operands, None, whole, program=place.ours)
-        for length in (1, 129, rows - 1):
-            short = Rows.packed(torch.tensor([0, length], device=place.device))
-            part = ops.gated_delta(*(t[:length] for t in operands), None, short, program=place.ours)
-            assert_same_bytes(part, full[:length], f"row law, the first {length} of {rows} rows")
+        full = ops.gated_delta(*operands, None, packed, program=place.ours)[last:]
+        for some in (1, min(129, rows - last), rows - last - 1):
+            alone = Rows.packed(torch.tensor([0, some], device=place.device))
+            part = ops.gated_delta(*(t[last : last + some] for t in operands), None, alone, program=place.ours)
+            assert_same_bytes(part, full[:some], f"row law, the first {some} of the last {rows - last} rows")
 
     return Work(
         "gated_delta",
-        f"{name} prefill",
+        f"{name} prefill" + ("" if length == rows else f", documents of {length}"),
         rows,
-        {"aligned": lambda i: ops.gated_delta(*operands, None, whole, program=place.ours)},
-        {"fla chunk": lambda i: rivals.fla_chunk(*wide, *operands[2:])},
+        {"aligned": lambda i: ops.gated_delta(*operands, None, packed, program=place.ours)},
+        {"fla chunk": lambda i: rivals.fla_chunk(*wide, *operands[2:], starts)},
         flops=flops,
         nbytes=float(sum(t.nbytes for t in operands)),
         law=law,
-        exact=lambda: rivals.delta_exact(*operands),
+        exact=lambda: rivals.delta_exact(*(t[last:] for t in operands)),
         picked=lambda out: out[-1],
         eager=True,
     )

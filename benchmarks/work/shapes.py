@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PREFILL = 257  # rows from which attention and gated_delta mean one long document, not one row of each sequence
+SHORT = 512  # tokens of each of the documents that gated_delta takes as well
 # per model: name -> (N, K, FP32 out)
 LINEARS = {
     "qwen3-8b": {

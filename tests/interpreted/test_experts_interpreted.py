@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -70,8 +71,10 @@ def test_forward_is_the_reference(rows: int) -> None:
 def test_rows_around_the_grouped_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered, through swiglu and back again: nobody reads the positions without a pair, which hold what memory held."""
 
-    def product(a: Tensor, weight: Tensor, out: Tensor, expert_P: Tensor) -> None:
-        out.copy_((a[:, None] @ weight[expert_P.long()].transpose(1, 2))[:, 0])
+    def product(a: Tensor, weight: Tensor, out: Tensor, ends_X: Tensor, use_psum_layout: bool) -> None:
+        assert use_psum_layout and ends_X.dtype == torch.int32 and len(ends_X) == len(weight)
+        for expert, (start, end) in enumerate(pairwise([0, *ends_X.tolist()])):
+            out[start:end] = a[start:end] @ weight[expert].T
 
     library = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: 16, m_grouped_bf16_gemm_nt_contiguous=product)
     monkeypatch.setitem(sys.modules, "deep_gemm", library)

@@ -191,7 +191,11 @@ def test_gradients_against_float64(lengths: list[int], decay: float) -> None:
 
     found, again, wanted = (gradients(f, args, OPERANDS)[1] for f in (call, call, by_token))
     assert_same_bytes(found, again)
+    terms = (args["q_RHK"].double() * wanted["q_RHK"].double()).abs().sum(2)  # of the decays' gradients
     for name in OPERANDS:
+        if not wanted[name].any():  # the decay of a document's only token reaches nothing: terms that cancel but for FP32's roundings
+            assert name == "log_decay_RV" and lengths == [1] and found[name].abs().max() < 2**-20 * terms.abs().max()
+            continue
         # one BF16 rounding of q, k, v's gradients; FP32 sums of gates
         assert far(found[name], wanted[name]) < 2**-7, name
     other = gradients(call, args, OPERANDS, seed=1)[1]

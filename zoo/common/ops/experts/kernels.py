@@ -8,6 +8,7 @@ Positions name the rows of inner tensors, e.g. hidden_PF.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -297,12 +298,13 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     count, hidden, inner = down_XDF.shape
     layout = lay_out(experts_RK, count, deep_gemm.get_mk_alignment_for_contiguous_layout())
     positions = layout.pair_P.numel()
-    # positions without a pair compute what memory held, and tiles without an expert the first expert's: nobody reads them
+    # positions without a pair compute what memory held, those past the last expert nothing: nobody reads them
     x_PD = _copy_rows(x_RD, layout.pair_P, slots, x_RD.new_empty(positions, hidden))
-    expert_P = layout.expert_B.clamp(min=0)[:, None].expand(-1, layout.tile).reshape(positions)
     gate_up_P2F, down_PD = x_RD.new_empty(positions, 2 * inner), x_RD.new_empty(positions, hidden)
-    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, expert_P)
-    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(swiglu(gate_up_P2F, layout.pair_P), down_XDF.contiguous(), down_PD, expert_P)
+    ends_X = layout.first_X1[1:].contiguous()
+    product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
+    product(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, ends_X)
+    product(swiglu(gate_up_P2F, layout.pair_P), down_XDF.contiguous(), down_PD, ends_X)
     return _copy_rows(down_PD, layout.place_RK, 1, x_RD.new_empty(rows, slots, hidden))
 
 
