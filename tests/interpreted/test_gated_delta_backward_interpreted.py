@@ -139,9 +139,9 @@ def test_the_states_are_the_forwards() -> None:
     args, (_, _, initial) = made([66], (1, 2), 16, 0.05, torch.bfloat16)
     q, k, v, log_decay, beta = (args[n] for n in OPERANDS)
     rows = packed_rows(args)
-    chunk, sequence = kernels.plan(rows)
+    chunk, _ = kernels.plan(rows)
     out = kernels.gated_delta(q, k, v, log_decay, beta, initial, rows)[0]
-    _, decay, _, _, u, image = kernels_backward._states(k, v, log_decay, beta, initial, chunk, sequence)
+    *_, decay, u, image, _ = kernels.states(k, v, log_decay, beta, initial, None, rows)
 
     def outputs() -> Tensor:
         made, sizes = torch.empty_like(out), {"REPEAT": 2, "K": 16, "E": 16, "BLOCK": 16, "CACHED": False}

@@ -20,6 +20,10 @@ from zoo.common.rows import Rows
 J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
+OUTPUT_COLUMNS = 64  # of a chunk's outputs at once: 4 programs are resident
+# a scan's launch for at most so many sequences x heads x columns: columns of a program, warps, stages (3 have a chunk's operands copied
+# during the one before; with 2 two programs fit a multiprocessor, whose copies and products overlap)
+SCAN_SHAPES = ((264 * 32, 32, 4, 3), (1 << 62, 64, 4, 2))
 INVERT_ROWS = 8  # of the inverse at once: 64 registers, so that 32 programs are resident
 WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident; without a cache or in FP32 it would spill
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
@@ -57,13 +61,13 @@ def _chunk(chunk_ptr, c):
 
 
 @triton.jit
-def _rows(x_ptr, cache_ptr, row, stride, low, high, WIDTH: tl.constexpr, CACHED: tl.constexpr):
-    """[64, WIDTH] of a head: lanes below `low` from the cache, lanes below `high` from the batch, zeros after them."""
-    lane, column = tl.arange(0, J)[:, None], tl.arange(0, WIDTH)[None, :]
-    x = tl.load(x_ptr + (row + lane) * stride + column, mask=(lane >= low) & (lane < high), other=0.0)
+def _rows(x_ptr, cache_ptr, row, stride, low, high, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CACHED: tl.constexpr):
+    """[64, COLUMNS] of a head: lanes below `low` from the cache, lanes below `high` from the batch, zeros after them."""
+    lane, column = tl.arange(0, J)[:, None], tl.arange(0, COLUMNS)[None, :]
+    place, mask = x_ptr + (row + lane) * stride, (lane >= low) & (lane < high)
     if CACHED:
-        x = tl.where(lane < low, tl.load(cache_ptr + lane * WIDTH + column, mask=lane < low, other=0.0), x)
-    return x
+        place, mask = tl.where(lane < low, cache_ptr + lane * WIDTH, place), lane < high
+    return tl.load(place + column, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -75,23 +79,20 @@ def _fade(decay):
 
 @triton.jit
 def _fold(log_decay_ptr, cache_ptr, slot_ptr, chunk_ptr, decay_ptr, heads, BLOCK: tl.constexpr, CACHED: tl.constexpr):
-    """decay [C, V, 64]: the left fold of log-decay in each chunk; a lane adds its own rows and no others."""
+    """decay [C, V, 64]: the left fold of log-decay in each chunk, a head a thread; lanes beyond the chunk's rows repeat the last."""
     c = tl.program_id(0).to(tl.int64)
     row, low, high, n = _chunk(chunk_ptr, c)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, J)
-    total = tl.zeros((J, BLOCK), dtype=tl.float32)
-    if CACHED:
-        cache = cache_ptr + (tl.load(slot_ptr + n) * heads + head) * J
-        total += tl.load(cache + low - 1, mask=(head < heads) & (low > 0), other=0.0)[None, :]
+    slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
+    steps, total = (), tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(J):  # all loads before any store
+        place = log_decay_ptr + (row + i) * heads + head
+        if CACHED:
+            place = tl.where(i < low, cache_ptr + (slot * heads + head) * J + i, place)
+        steps = steps + (tl.load(place, mask=(head < heads) & (i < high), other=0.0),)
     for i in tl.static_range(J):
-        live = (head < heads) & (i >= low) & (i < high)
-        step = tl.load(log_decay_ptr + (row + i) * heads + head, mask=live, other=0.0)
-        total = tl.where((lane >= i)[:, None] & live[None, :], total + step[None, :], total)
-    if CACHED:
-        held = tl.load(cache[None, :] + lane[:, None], mask=(head < heads)[None, :] & (lane < low)[:, None], other=0.0)
-        total = tl.where((lane < low)[:, None], held, total)
-    tl.store(decay_ptr + (c * heads + head[None, :]) * J + lane[:, None], total, mask=(head < heads)[None, :])
+        total = tl.where(i < low, steps[i], tl.where(i < high, total + steps[i], total))
+        tl.store(decay_ptr + (c * heads + head) * J + i, total, mask=head < heads)
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, he
     """k [64, K] and beta [64] of a chunk and value head."""
     lane = tl.arange(0, J)
     held_key = slot * (heads // REPEAT) + head // REPEAT
-    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, stride, low, high, K, CACHED)
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, stride, low, high, K, K, CACHED)
     beta = tl.load(beta_ptr + (row + lane) * heads + head, mask=(lane >= low) & (lane < high), other=0.0)
     if CACHED:
         held = beta_cache_ptr + (slot * heads + head) * J
@@ -162,59 +163,60 @@ def _invert(tile_ptr, chunk_ptr, heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _local(k_ptr, v_ptr, beta_ptr, k_cache_ptr, v_cache_ptr, beta_cache_ptr, inverse_cache_ptr, slot_ptr, chunk_ptr, decay_ptr,
-           tile_ptr, w_ptr, own_ptr, k_stride, v_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-           CACHED: tl.constexpr):  # fmt: skip
-    """What a chunk's rows need of T and no state: w, and the product of T with beta v."""
+def _local(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, inverse_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, tile_ptr, w_ptr, left_ptr,
+           k_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
+    """What a chunk's rows need of T and no state: w, and T_ij beta_j as an operand."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, low, high, n = _chunk(chunk_ptr, c)
     if high == 0:
         return
     lane, at = tl.arange(0, J), c * heads + head
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
-    held = slot * heads + head
     k, beta = _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, head, k_stride, heads, REPEAT, K, CACHED)
     decay = tl.load(decay_ptr + at * J + lane)
     square = lane[:, None] * J + lane[None, :]
     inverse = tl.load(tile_ptr + at * J * J + square, mask=(lane < high)[:, None], other=0.0)
     if CACHED:
         if high < J:
-            tl.store(inverse_cache_ptr + held * J * J + square, inverse, mask=(lane < high)[:, None])
-    left_w, left_v = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype), (inverse * beta[None, :]).to(k.dtype)
-    w = tl.dot(left_w, k, input_precision="ieee")
+            tl.store(inverse_cache_ptr + (slot * heads + head) * J * J + square, inverse, mask=(lane < high)[:, None])
+    tl.store(left_ptr + at * J * J + square, (inverse * beta[None, :]).to(k.dtype))
+    w = tl.dot((inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype), k, input_precision="ieee")
     tl.store(w_ptr + at * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], w.to(k.dtype))
-    v = _rows(v_ptr + head * E, v_cache_ptr + held * J * E, row, v_stride, low, high, E, CACHED)
-    own = tl.dot(left_v, v, input_precision="ieee")
-    tl.store(own_ptr + at * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], own)
 
 
 @triton.jit
-def _scan(w_ptr, own_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial_ptr, slot_ptr, u_ptr, image_ptr, final_ptr,
-          final_image_ptr, u_cache_ptr, heads, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CACHED: tl.constexpr,
-          INITIAL: tl.constexpr):  # fmt: skip
+def _scan(v_ptr, v_cache_ptr, left_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial_ptr, slot_ptr, u_ptr, image_ptr,
+          final_ptr, final_image_ptr, u_cache_ptr, v_stride, heads, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+          CACHED: tl.constexpr, INITIAL: tl.constexpr):  # fmt: skip
     """The states of one sequence and head, chunk after chunk, for BLOCK columns: each chunk's image and u, the last state."""
-    n, head = tl.program_id(0), tl.program_id(1)
-    lane, key, column = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    # a head's columns side by side, which read the same w; `_local`'s last head first, which L2 still has
+    n, begin, head = tl.program_id(0) // (E // BLOCK), tl.program_id(0) % (E // BLOCK) * BLOCK, heads - 1 - tl.program_id(1)
+    lane, key, column = tl.arange(0, J), tl.arange(0, K), begin + tl.arange(0, BLOCK)
     first, count = tl.load(sequence_ptr + n * 2).to(tl.int64), tl.load(sequence_ptr + n * 2 + 1)
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     held = slot * heads + head
+    row, cached, _, _ = _chunk(chunk_ptr, first)
+    last = tl.load(chunk_ptr + (first + tl.maximum(count, 1) - 1) * 4 + 2)
     tile = key[:, None] * E + column[None, :]
     state = tl.load(initial_ptr + held * K * E + tile) if INITIAL else tl.zeros((K, BLOCK), dtype=tl.float32)
     for step in range(count):
         at = (first + step) * heads + head
-        high = tl.load(chunk_ptr + (first + step) * 4 + 2)
+        low, high = tl.where(step == 0, cached, 0), tl.where(step == count - 1, last, J)
+        total = tl.load(decay_ptr + at * J + J - 1)
         image = state.to(w_ptr.dtype.element_ty)
-        tl.store(image_ptr + at * K * E + tile, image)
+        left = tl.load(left_ptr + at * J * J + lane[:, None] * J + lane[None, :])
+        v = _rows(v_ptr + head * E + begin, v_cache_ptr + held * J * E + begin, row + step * J, v_stride, low, high, E, BLOCK, CACHED)
+        own = tl.dot(left, v, input_precision="ieee")
         w = tl.load(w_ptr + at * J * K + lane[:, None] * K + key[None, :])
-        own = tl.load(own_ptr + at * J * E + lane[:, None] * E + column[None, :])
         u = (own - tl.dot(w, image, input_precision="ieee")).to(image.dtype)
+        tl.store(image_ptr + at * K * E + tile, image)
         tl.store(u_ptr + at * J * E + lane[:, None] * E + column[None, :], u)
         if CACHED:
             open_lane = (lane < high) & (high < J)
             tl.store(u_cache_ptr + held * J * E + lane[:, None] * E + column[None, :], u, mask=open_lane[:, None])
         leave = tl.load(leave_ptr + at * J * K + lane[:, None] * K + key[None, :])
         added = tl.dot(tl.trans(leave), u, input_precision="ieee")
-        closing = tl.exp(tl.load(decay_ptr + at * J + J - 1)) + tl.zeros((K, BLOCK), dtype=tl.float32)
+        closing = tl.exp(total) + tl.zeros((K, BLOCK), dtype=tl.float32)
         state = tl.where(high == J, tl.fma(closing, state, added), state)
     tl.store(final_ptr + held * K * E + tile, state)
     if CACHED:
@@ -225,24 +227,27 @@ def _scan(w_ptr, own_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence_ptr, initial
 def _outputs(q_ptr, k_ptr, k_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, u_ptr, image_ptr, out_ptr, q_stride, k_stride, heads,
              scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
              CACHED: tl.constexpr):  # fmt: skip
+    """Rows of a chunk and head, BLOCK columns after each other: P is made once."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, low, high, n = _chunk(chunk_ptr, c)
     if high == 0:
         return
-    lane, key, column, at = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), c * heads + head
+    lane, key, at = tl.arange(0, J), tl.arange(0, K), c * heads + head
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     held_key = slot * (heads // REPEAT) + head // REPEAT
-    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, False)
-    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, CACHED)
+    q = _rows(q_ptr + head // REPEAT * K, q_ptr, row, q_stride, low, high, K, K, False)
+    k = _rows(k_ptr + head // REPEAT * K, k_cache_ptr + held_key * J * K, row, k_stride, low, high, K, K, CACHED)
     decay = tl.load(decay_ptr + at * J + lane)
     p = (tl.dot(q, tl.trans(k), input_precision="ieee") * _fade(decay)).to(q.dtype)
     p = tl.where(lane[None, :] <= lane[:, None], p, 0.0)
-    image = tl.load(image_ptr + at * K * E + key[:, None] * E + column[None, :])
-    u = tl.load(u_ptr + at * J * E + lane[:, None] * E + column[None, :], mask=(lane < high)[:, None], other=0.0)
-    read = tl.dot(q, image, input_precision="ieee") * tl.exp(decay)[:, None]
-    out = tl.dot(p, u, read, input_precision="ieee") * scale
-    place = out_ptr + ((row + lane)[:, None] * heads + head) * E + column[None, :]
-    tl.store(place, out.to(q.dtype), mask=(lane >= low)[:, None] & (lane < high)[:, None])
+    for begin in tl.static_range(0, E, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        image = tl.load(image_ptr + at * K * E + key[:, None] * E + column[None, :])
+        u = tl.load(u_ptr + at * J * E + lane[:, None] * E + column[None, :], mask=(lane < high)[:, None], other=0.0)
+        read = tl.dot(q, image, input_precision="ieee") * tl.exp(decay)[:, None]
+        out = tl.dot(p, u, read, input_precision="ieee") * scale
+        place = out_ptr + ((row + lane)[:, None] * heads + head) * E + column[None, :]
+        tl.store(place, out.to(q.dtype), mask=(lane >= low)[:, None] & (lane < high)[:, None])
 
 
 @triton.jit
@@ -259,9 +264,9 @@ def _keep(k_ptr, v_ptr, beta_ptr, decay_ptr, chunk_ptr, sequence_ptr, slot_ptr, 
     fresh = (lane >= low) & (lane < high)
     if head % REPEAT == 0:
         held_key = slot * (heads // REPEAT) + head // REPEAT
-        k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, False)
+        k = _rows(k_ptr + head // REPEAT * K, k_ptr, row, k_stride, low, high, K, K, False)
         tl.store(k_cache_ptr + held_key * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], k, mask=fresh[:, None])
-    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, False)
+    v = _rows(v_ptr + head * E, v_ptr, row, v_stride, low, high, E, E, False)
     tl.store(v_cache_ptr + held * J * E + lane[:, None] * E + tl.arange(0, E)[None, :], v, mask=fresh[:, None])
     tl.store(beta_cache_ptr + held * J + lane, tl.load(beta_ptr + (row + lane) * heads + head, mask=fresh, other=0.0), mask=fresh)
     tl.store(decay_cache_ptr + held * J + lane, tl.load(decay_ptr + at * J + lane), mask=fresh)
@@ -379,17 +384,14 @@ def gated_delta(
     q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, initial_NVKE: Tensor | None, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """(o_RVE, the state after each document's last whole chunk)."""
-    shape = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    final = torch.empty(shape, dtype=torch.float32, device=q_RHK.device)
-    initial = None if initial_NVKE is None else initial_NVKE.float().contiguous()
-    return _by_chunks(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, final, None, rows), final
+    return _by_chunks(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, None, rows)
 
 
 def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     """o_RVE; the slots of `state` advance in place. One row a sequence can be captured in a CUDA graph."""
     operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     if rows.max_rows > 1:
-        return _by_chunks(*operands, state.start_SVKE, state.start_SVKE, state, rows)
+        return _by_chunks(*operands, None, state, rows)[0]
     return _by_steps(*operands, state, rows)
 
 
@@ -415,37 +417,49 @@ def _lay_out(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _by_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    initial: Tensor | None,
-    final: Tensor,
-    state: DeltaState | None,
-    rows: Rows,
-) -> Tensor:
-    q, k, v = (_heads_contiguous(t) for t in (q, k, v))
-    log_decay, beta = log_decay.contiguous(), beta.contiguous()
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, state: DeltaState | None, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    q, k, v, beta = *(_heads_contiguous(t) for t in (q, k, v)), beta.contiguous()
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
-    sequences, repeat, cached = rows.starts_N1.shape[0] - 1, heads // key_heads, state is not None
-    chunk, sequence = plan(rows)
-    chunks, exact = chunk.shape[0], {"dtype": torch.float32, "device": q.device}
-    decay = torch.empty(chunks, heads, CHUNK, **exact)
+    (chunk, sequence), out = plan(rows), v.new_empty(v.shape)
+    *_, decay, u, image, final = states(k, v, log_decay.contiguous(), beta, initial, state, rows)
+    sizes, slot, k_cache = {"REPEAT": heads // key_heads, "K": key_dim, "E": value_dim}, chunk, chunk
+    if state is not None:
+        slot, k_cache = state.slot_N, state.k_SHJK
+    _outputs[(chunk.shape[0], heads)](
+        q, k, k_cache, slot, chunk, decay, u, image, out, q.stride(0), k.stride(0), heads, key_dim**-0.5,
+        **sizes, BLOCK=min(value_dim, OUTPUT_COLUMNS), CACHED=state is not None, num_warps=4, num_stages=1, **EXACT,
+    )  # fmt: skip
+    if state is not None:
+        _keep[(sequence.shape[0], heads)](
+            k, v, beta, decay, chunk, sequence, slot, k_cache, state.v_SVJE, state.beta_SVJ, state.decay_SVJ, k.stride(0), v.stride(0),
+            heads, **sizes, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out, final
+
+
+def states(
+    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, state: DeltaState | None, rows: Rows
+) -> tuple[Tensor, ...]:
+    """T [C, V, 64, 64], w, exp(G_63 - G) k, G [C, V, 64], u and the image of each chunk, and the states after the last whole ones."""
+    (_, key_heads, key_dim), (_, heads, value_dim), (chunk, sequence) = k.shape, v.shape, plan(rows)
+    chunks, sequences, repeat, cached = chunk.shape[0], sequence.shape[0], heads // key_heads, state is not None
+    exact = {"dtype": torch.float32, "device": k.device}
+    decay, tile = torch.empty(chunks, heads, CHUNK, **exact), torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
     w, leave = (k.new_empty(chunks, heads, CHUNK, key_dim) for _ in range(2))
-    own, u = torch.empty(chunks, heads, CHUNK, value_dim, **exact), v.new_empty(chunks, heads, CHUNK, value_dim)
-    image, out = v.new_empty(chunks, heads, key_dim, value_dim), v.new_empty(v.shape)
+    left, u = k.new_empty(tile.shape), v.new_empty(chunks, heads, CHUNK, value_dim)
+    image = v.new_empty(chunks, heads, key_dim, value_dim)
     if state is None:
         slot = k_cache = v_cache = u_cache = beta_cache = decay_cache = inverse_cache = final_image = chunk  # never read
+        start = chunk if initial is None else initial.float().contiguous()
+        final = torch.empty(sequences, heads, key_dim, value_dim, **exact)
     else:
         slot, k_cache, v_cache, u_cache = state.slot_N, state.k_SHJK, state.v_SVJE, state.u_SVJE
         beta_cache, decay_cache, inverse_cache = state.beta_SVJ, state.decay_SVJ, state.inverse_SVJJ
-        final_image = state.image_SVKE
-    sizes = {"REPEAT": repeat, "K": key_dim, "E": value_dim}
+        final_image, start, final = state.image_SVKE, state.start_SVKE, state.start_SVKE
     _fold[(chunks, triton.cdiv(heads, FOLD_HEADS))](
-        log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=4, **EXACT
+        log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=1, **EXACT
     )
-    tile = torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
     registers = WIDE_REGISTERS if cached and k.element_size() == 2 else None
     _scores[(chunks, heads)](
         k, beta, k_cache, beta_cache, slot, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=cached,
@@ -453,26 +467,17 @@ def _by_chunks(
     )  # fmt: skip
     _invert[(chunks, heads)](tile, chunk, heads, ROWS=INVERT_ROWS, num_warps=1, num_stages=1, **EXACT)
     _local[(chunks, heads)](
-        k, v, beta, k_cache, v_cache, beta_cache, inverse_cache, slot, chunk, decay, tile, w, own, k.stride(0), v.stride(0),
-        heads, **sizes, CACHED=cached, num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
+        k, beta, k_cache, beta_cache, inverse_cache, slot, chunk, decay, tile, w, left, k.stride(0), heads, REPEAT=repeat, K=key_dim,
+        CACHED=cached, num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
     )  # fmt: skip
-    narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
-    _scan[(sequences, heads, value_dim // narrow)](
-        w, own, leave, decay, chunk, sequence, chunk if initial is None else initial, slot, u, image, final, final_image, u_cache,
-        heads, K=key_dim, E=value_dim, BLOCK=narrow, CACHED=cached, INITIAL=initial is not None,
-        num_warps=4, num_stages=2, **EXACT,
+    columns, warps, stages = next(shape for most, *shape in SCAN_SHAPES if sequences * heads * value_dim <= most)
+    columns = min(value_dim, columns)
+    _scan[(sequences * (value_dim // columns), heads)](
+        v, v_cache, left, w, leave, decay, chunk, sequence, start, slot, u, image, final, final_image, u_cache, v.stride(0), heads,
+        K=key_dim, E=value_dim, BLOCK=columns, CACHED=cached, INITIAL=cached or initial is not None, num_warps=warps,
+        num_stages=stages, **EXACT,
     )  # fmt: skip
-    wide = min(value_dim, 64)
-    _outputs[(chunks, heads, value_dim // wide)](
-        q, k, k_cache, slot, chunk, decay, u, image, out, q.stride(0), k.stride(0), heads, key_dim**-0.5,
-        **sizes, BLOCK=wide, CACHED=cached, num_warps=4, num_stages=1, **EXACT,
-    )  # fmt: skip
-    if cached:
-        _keep[(sequences, heads)](
-            k, v, beta, decay, chunk, sequence, slot, k_cache, v_cache, beta_cache, decay_cache, k.stride(0), v.stride(0), heads,
-            **sizes, num_warps=4, **EXACT,
-        )  # fmt: skip
-    return out
+    return tile, w, leave, decay, u, image, final
 
 
 def _by_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows) -> Tensor:

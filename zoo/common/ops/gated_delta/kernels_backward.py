@@ -230,7 +230,7 @@ def gated_delta_backward(
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     sequences, chunks, repeat, scale = sequence.shape[0], chunk.shape[0], heads // key_heads, key_dim**-0.5
     sizes, exact = {"REPEAT": repeat, "K": key_dim, "E": value_dim}, {"dtype": torch.float32, "device": q.device}
-    tile, decay, w, leave, u, image = _states(k, v, log_decay_RV.contiguous(), beta, initial_NVKE, chunk, sequence)
+    tile, w, leave, decay, u, image, _ = kernels.states(k, v, log_decay_RV.contiguous(), beta, initial_NVKE, None, rows)
 
     grad_u, grad_initial = torch.empty(u.shape, **exact), torch.empty(sequences, heads, key_dim, value_dim, **exact)
     _outputs_back[(chunks, heads)](
@@ -281,34 +281,3 @@ def _key_heads(by_head_RVK: Tensor, key_heads: int, dtype: torch.dtype) -> Tenso
         by_head_RVK, out, count * key_heads, REPEAT=heads // key_heads, K=key_dim, ROWS=SUM_ROWS, num_warps=4, **EXACT
     )
     return out
-
-
-def _states(
-    k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, chunk: Tensor, sequence: Tensor
-) -> tuple[Tensor, ...]:
-    """What the forward had, by its kernels: T [C, V, 64, 64], G [C, V, 64], w, exp(G_63 - G) k, u and the states' images."""
-    (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
-    chunks, sequences, repeat, exact = chunk.shape[0], sequence.shape[0], heads // key_heads, {"dtype": torch.float32, "device": k.device}
-    spare = chunk  # in the place of caches, never read
-    decay, tile = torch.empty(chunks, heads, CHUNK, **exact), torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
-    w, leave = (k.new_empty(chunks, heads, CHUNK, key_dim) for _ in range(2))
-    own, u = torch.empty(chunks, heads, CHUNK, value_dim, **exact), v.new_empty(chunks, heads, CHUNK, value_dim)
-    image, final = v.new_empty(chunks, heads, key_dim, value_dim), torch.empty(sequences, heads, key_dim, value_dim, **exact)
-    kernels._fold[(chunks, triton.cdiv(heads, kernels.FOLD_HEADS))](
-        log_decay, spare, spare, chunk, decay, heads, BLOCK=kernels.FOLD_HEADS, CACHED=False, num_warps=4, **EXACT
-    )
-    kernels._scores[(chunks, heads)](
-        k, beta, spare, spare, spare, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=False,
-        num_warps=4, num_stages=1, **EXACT,
-    )  # fmt: skip
-    kernels._invert[(chunks, heads)](tile, chunk, heads, ROWS=kernels.INVERT_ROWS, num_warps=1, num_stages=1, **EXACT)
-    kernels._local[(chunks, heads)](
-        k, v, beta, spare, spare, spare, spare, spare, chunk, decay, tile, w, own, k.stride(0), v.stride(0), heads, REPEAT=repeat,
-        K=key_dim, E=value_dim, CACHED=False, num_warps=4, num_stages=1, **EXACT,
-    )  # fmt: skip
-    narrow = min(value_dim, 32 if sequences * heads * (value_dim // 32) <= 264 else 64)
-    kernels._scan[(sequences, heads, value_dim // narrow)](
-        w, own, leave, decay, chunk, sequence, spare if initial is None else initial.float().contiguous(), spare, u, image, final, spare,
-        spare, heads, K=key_dim, E=value_dim, BLOCK=narrow, CACHED=False, INITIAL=initial is not None, num_warps=4, num_stages=2, **EXACT,
-    )  # fmt: skip
-    return tile, decay, w, leave, u, image
