@@ -67,8 +67,9 @@ def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence
                BLOCK: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
     """Gradients of u (over the outputs' part of it), of the states after chunks and of the first, of one sequence and head for BLOCK
     columns, its last chunk first."""
-    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane, key, column = tl.arange(0, J), tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    # a head's columns side by side: they read the same w, leave and q
+    n, begin, head = (tl.program_id(0) // (E // BLOCK)).to(tl.int64), tl.program_id(0) % (E // BLOCK) * BLOCK, tl.program_id(1)
+    lane, key, column = tl.arange(0, J), tl.arange(0, K), begin + tl.arange(0, BLOCK)
     first, count = tl.load(sequence_ptr + n * 2).to(tl.int64), tl.load(sequence_ptr + n * 2 + 1)
     tile, q_ptr = key[:, None] * E + column[None, :], q_ptr + head // REPEAT * K
     state = tl.load(final_ptr + (n * heads + head) * K * E + tile) if FINAL else tl.zeros((K, BLOCK), dtype=tl.float32)
@@ -85,7 +86,7 @@ def _scan_back(q_ptr, grad_ptr, w_ptr, leave_ptr, decay_ptr, chunk_ptr, sequence
         tl.store(grad_u_ptr + at * J * E + rows, news)
         decay = tl.load(decay_ptr + at * J + lane)
         q = _lanes(q_ptr + row * q_stride, q_stride, high, K)
-        grad = _lanes(grad_ptr + row * grad_stride + head * E + tl.program_id(2) * BLOCK, grad_stride, high, BLOCK)
+        grad = _lanes(grad_ptr + row * grad_stride + head * E + begin, grad_stride, high, BLOCK)
         grad = (grad.to(tl.float32) * (tl.exp(decay) * scale)[:, None]).to(q.dtype)
         w = tl.load(w_ptr + at * J * K + (lane[:, None] * K + key[None, :]))
         before = tl.dot(tl.trans(q), grad, after * tl.exp(tl.load(decay_ptr + at * J + J - 1)), input_precision="ieee")
@@ -151,7 +152,8 @@ def _keys_back(q_ptr, k_ptr, beta_ptr, chunk_ptr, decay_ptr, image_ptr, u_ptr, g
                gate_ptr, q_stride, k_stride, heads, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
     """As `_queries_back` of grad_k, BLOCK columns. G gets k as a row of A less k as a column, beta k as a row."""
-    c, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # a head's columns side by side: they read the same rest
+    c, part, head = (tl.program_id(0) // (K // BLOCK)).to(tl.int64), tl.program_id(0) % (K // BLOCK), tl.program_id(1)
     row, high = tl.load(chunk_ptr + c * 4).to(tl.int64), tl.load(chunk_ptr + c * 4 + 2)
     if high == 0:
         return
@@ -176,7 +178,7 @@ def _keys_back(q_ptr, k_ptr, beta_ptr, chunk_ptr, decay_ptr, image_ptr, u_ptr, g
     left = _fine(tl.load(of_a_ptr + turned) * beta[None, :], k, left)
     place = (row * heads + head) * K + (lane[:, None] * (heads * K) + key[None, :])
     tl.store(grad_k_ptr + place, reads * beta[:, None] + left, mask=(lane < high)[:, None])
-    gate_ptr += ((part * tl.num_programs(0) + c) * heads + head) * 2 * J + lane
+    gate_ptr += ((part * (tl.num_programs(0) // (K // BLOCK)) + c) * heads + head) * 2 * J + lane
     grad_g = grad_beta * beta - tl.sum(left * k.to(tl.float32), axis=1)
     tl.store(gate_ptr, grad_g + tl.where(lane == J - 1, ends, 0.0))
     tl.store(gate_ptr + J, grad_beta)
@@ -240,7 +242,7 @@ def gated_delta_backward(
     grad_next = torch.empty_like(image)
     final = chunk if grad_final_NVKE is None else grad_final_NVKE.float().contiguous()  # a table in its place is never read
     columns, warps = min(value_dim, SCAN_SHAPE[0]), SCAN_SHAPE[1]
-    _scan_back[(sequences, heads, value_dim // columns)](
+    _scan_back[(sequences * (value_dim // columns), heads)](
         q, grad, w, leave, decay, chunk, sequence, grad_u, final, grad_next, grad_initial, q.stride(0), grad.stride(0), heads, scale,
         **sizes, BLOCK=columns, FINAL=grad_final_NVKE is not None, num_warps=warps, num_stages=2, **EXACT,
     )  # fmt: skip
@@ -262,7 +264,7 @@ def gated_delta_backward(
     grad_q = _key_heads(by_head, key_heads, q.dtype)
     by_head, columns = torch.empty_like(by_head) if repeat == 1 else by_head, min(key_dim, KEY_COLUMNS)
     gates = torch.empty(key_dim // columns, chunks, heads, 2, CHUNK, **exact)
-    _keys_back[(chunks, heads, key_dim // columns)](
+    _keys_back[(chunks * (key_dim // columns), heads)](
         q, k, beta, chunk, decay, image, u, grad_r, grad_next, of_p, of_a, by_head, gates, q.stride(0), k.stride(0), heads, **sizes,
         BLOCK=columns, num_warps=4, num_stages=1, **EXACT,
     )  # fmt: skip
