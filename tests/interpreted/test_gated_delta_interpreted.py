@@ -167,6 +167,8 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pushed(args, plan, kernels.serve)
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
     monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
+    monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", 16)
+    monkeypatch.setattr(kernels, "SCAN_SHAPES", ((1 << 62, 16, 4, 2),))
     torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)
 
 

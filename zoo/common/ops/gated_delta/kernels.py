@@ -21,9 +21,9 @@ J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
 OUTPUT_COLUMNS = 64  # of a chunk's outputs at once: 4 programs are resident
-# a scan's launch for at most so many sequences x heads x columns: columns of a program, warps, stages (3 have a chunk's operands copied
-# during the one before; with 2 two programs fit a multiprocessor, whose copies and products overlap)
-SCAN_SHAPES = ((264 * 32, 32, 4, 3), (1 << 62, 64, 4, 2))
+# a scan's launch for at most so many sequences x heads x columns: columns of a program, warps, stages (3: a chunk's operands arrive
+# during the one before, a program a multiprocessor; 2: two programs fit and overlap)
+SCAN_SHAPES = ((132 * 32, 32, 4, 3), (264 * 32, 32, 4, 2), (1 << 62, 64, 4, 2))
 INVERT_ROWS = 8  # of the inverse at once: 64 registers, so that 32 programs are resident
 WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident; without a cache or in FP32 it would spill
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
@@ -129,6 +129,13 @@ def _scores(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, slot_ptr, chunk_ptr, d
 
 
 @triton.jit
+def _pair(ptr):
+    """Two FP32 neighbours by one load, for the loads are what `_invert` waits for."""
+    both = tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True))
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _invert(tile_ptr, chunk_ptr, heads, ROWS: tl.constexpr):
     """Rows T_i = e_i - sum_j a_ij T_j over those of -a: one warp, whose threads have columns to themselves, ROWS rows at once."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -141,11 +148,12 @@ def _invert(tile_ptr, chunk_ptr, heads, ROWS: tl.constexpr):
             rows = rows + (tl.where(lane == first + r, 1.0, 0.0),)
         earlier_ptr, factor_ptr = tile_ptr + lane, mine_ptr
         for _ in range(0, first, ROWS):
-            for s in tl.static_range(ROWS):
-                earlier = tl.load(earlier_ptr + s * J) + 0.0  # stored by the same thread. -0 is +0 as a factor, not as a result
-                later = ()
+            for s in tl.static_range(0, ROWS, 2):
+                # stored by the same thread. -0 is +0 as a factor, not as a result
+                one, two, later = tl.load(earlier_ptr + s * J) + 0.0, tl.load(earlier_ptr + (s + 1) * J) + 0.0, ()
                 for r in tl.static_range(ROWS):
-                    later = later + (tl.fma(tl.load(factor_ptr + (r * J + s)), earlier, rows[r]),)
+                    of_one, of_two = _pair(factor_ptr + (r * J + s))
+                    later = later + (tl.fma(of_two, two, tl.fma(of_one, one, rows[r])),)
                 rows = later
             earlier_ptr += ROWS * J
             factor_ptr += ROWS
@@ -173,8 +181,7 @@ def _local(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, inverse_cache_ptr, slot
     lane, at = tl.arange(0, J), c * heads + head
     slot = tl.load(slot_ptr + n) if CACHED else n.to(tl.int64)
     k, beta = _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, head, k_stride, heads, REPEAT, K, CACHED)
-    decay = tl.load(decay_ptr + at * J + lane)
-    square = lane[:, None] * J + lane[None, :]
+    decay, square = tl.load(decay_ptr + at * J + lane), lane[:, None] * J + lane[None, :]
     inverse = tl.load(tile_ptr + at * J * J + square, mask=(lane < high)[:, None], other=0.0)
     if CACHED:
         if high < J:
@@ -423,9 +430,8 @@ def _by_chunks(
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     (chunk, sequence), out = plan(rows), v.new_empty(v.shape)
     *_, decay, u, image, final = states(k, v, log_decay.contiguous(), beta, initial, state, rows)
-    sizes, slot, k_cache = {"REPEAT": heads // key_heads, "K": key_dim, "E": value_dim}, chunk, chunk
-    if state is not None:
-        slot, k_cache = state.slot_N, state.k_SHJK
+    sizes = {"REPEAT": heads // key_heads, "K": key_dim, "E": value_dim}
+    slot, k_cache = (chunk, chunk) if state is None else (state.slot_N, state.k_SHJK)
     _outputs[(chunk.shape[0], heads)](
         q, k, k_cache, slot, chunk, decay, u, image, out, q.stride(0), k.stride(0), heads, key_dim**-0.5,
         **sizes, BLOCK=min(value_dim, OUTPUT_COLUMNS), CACHED=state is not None, num_warps=4, num_stages=1, **EXACT,
@@ -443,12 +449,12 @@ def states(
 ) -> tuple[Tensor, ...]:
     """T [C, V, 64, 64], w, exp(G_63 - G) k, G [C, V, 64], u and the image of each chunk, and the states after the last whole ones."""
     (_, key_heads, key_dim), (_, heads, value_dim), (chunk, sequence) = k.shape, v.shape, plan(rows)
-    chunks, sequences, repeat, cached = chunk.shape[0], sequence.shape[0], heads // key_heads, state is not None
-    exact = {"dtype": torch.float32, "device": k.device}
+    (chunks, _), (sequences, _), exact = chunk.shape, sequence.shape, {"dtype": torch.float32, "device": k.device}
+    repeat, cached = heads // key_heads, state is not None
+    registers = WIDE_REGISTERS if cached and k.element_size() == 2 else None
     decay, tile = torch.empty(chunks, heads, CHUNK, **exact), torch.empty(chunks, heads, CHUNK, CHUNK, **exact)
-    w, leave = (k.new_empty(chunks, heads, CHUNK, key_dim) for _ in range(2))
-    left, u = k.new_empty(tile.shape), v.new_empty(chunks, heads, CHUNK, value_dim)
-    image = v.new_empty(chunks, heads, key_dim, value_dim)
+    w, leave, u = (k.new_empty(chunks, heads, CHUNK, width) for width in (key_dim, key_dim, value_dim))
+    left, image = k.new_empty(tile.shape), k.new_empty(chunks, heads, key_dim, value_dim)
     if state is None:
         slot = k_cache = v_cache = u_cache = beta_cache = decay_cache = inverse_cache = final_image = chunk  # never read
         start = chunk if initial is None else initial.float().contiguous()
@@ -460,7 +466,6 @@ def states(
     _fold[(chunks, triton.cdiv(heads, FOLD_HEADS))](
         log_decay, decay_cache, slot, chunk, decay, heads, BLOCK=FOLD_HEADS, CACHED=cached, num_warps=1, **EXACT
     )
-    registers = WIDE_REGISTERS if cached and k.element_size() == 2 else None
     _scores[(chunks, heads)](
         k, beta, k_cache, beta_cache, slot, chunk, decay, tile, leave, k.stride(0), heads, REPEAT=repeat, K=key_dim, CACHED=cached,
         num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
@@ -470,12 +475,11 @@ def states(
         k, beta, k_cache, beta_cache, inverse_cache, slot, chunk, decay, tile, w, left, k.stride(0), heads, REPEAT=repeat, K=key_dim,
         CACHED=cached, num_warps=4, num_stages=1, maxnreg=registers, **EXACT,
     )  # fmt: skip
-    columns, warps, stages = next(shape for most, *shape in SCAN_SHAPES if sequences * heads * value_dim <= most)
-    columns = min(value_dim, columns)
-    _scan[(sequences * (value_dim // columns), heads)](
+    wanted, warps, stages = next(shape for most, *shape in SCAN_SHAPES if sequences * heads * value_dim <= most)
+    block = min(value_dim, wanted)
+    _scan[(sequences * (value_dim // block), heads)](
         v, v_cache, left, w, leave, decay, chunk, sequence, start, slot, u, image, final, final_image, u_cache, v.stride(0), heads,
-        K=key_dim, E=value_dim, BLOCK=columns, CACHED=cached, INITIAL=cached or initial is not None, num_warps=warps,
-        num_stages=stages, **EXACT,
+        K=key_dim, E=value_dim, BLOCK=block, CACHED=cached, INITIAL=start is not chunk, num_warps=warps, num_stages=stages, **EXACT,
     )  # fmt: skip
     return tile, w, leave, decay, u, image, final
 
