@@ -210,6 +210,49 @@ def test_a_red_ladder_takes_the_model_s_ratio_away() -> None:
     assert red["ratio"] is None and red["bytes"] == "red: 1 of 15 differ"
 
 
+def trained(monkeypatch: pytest.MonkeyPatch, path: Path, **fails: Exception) -> list[dict[str, Any]]:
+    """The rows of a train part, plain and checkpointed, whose steps take no time; who is named in `fails` raises it."""
+    config = common.geometry("qwen3", "tiny", 1)[0]
+    source = Qwen3ForRL.from_config(config, device="cpu")
+    record = common.Recorder(path, {})
+    bench = models.Bench("qwen3", "tiny", config, ALIGNED, ALIGNED, source, Qwen3ForRL, Qwen3ForServing, common.Budget(99), record)
+
+    def step(bench: Any, program: Any, ids: Any, starts: Any, checkpointed: bool, peaks: dict[str, float], name: str) -> Any:
+        def call() -> None:
+            if name == "unaligned":
+                written = rows_of(path)[-1]
+                assert written["checkpointing"] == checkpointed and written["us"] > 0, "ours is written before the rival begins"
+            if name in fails and not (checkpointed and isinstance(fails[name], torch.OutOfMemoryError)):
+                raise fails[name]
+            peaks[name] = 1.0
+
+        return call
+
+    monkeypatch.setattr(models_parts, "_step", step)
+    models_parts.train(bench, 1, 9, rounds=2)
+    return rows_of(path)
+
+
+def test_a_train_step_of_ours_is_written_before_its_rival_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl")
+    assert [(row["checkpointing"], row["turns"], row["rival"]) for row in rows] == [
+        (False, 1, None), (False, 2, "unaligned"), (True, 1, None), (True, 2, "unaligned"),
+    ]  # fmt: skip
+    assert [row["ratio"] is None for row in rows] == [True, False, True, False] and "unaligned_peak_gib" in rows[1]
+
+
+def test_a_rival_that_can_t_train_is_named_in_our_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", unaligned=RuntimeError("install TileLang\nor a later Triton"))
+    assert [row["turns"] for row in rows] == [1, 2, 1, 2] and all(row["us"] > 0 and row["ratio"] is None for row in rows)
+    assert [row.get("failed") for row in rows] == [None, {"unaligned": "RuntimeError: install TileLang"}] * 2
+    assert "equal; unaligned failed: RuntimeError: install TileLang" in models.lines([rows[1]])
+
+
+def test_memory_that_runs_out_without_checkpoints_leaves_the_step_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", aligned=torch.OutOfMemoryError("tried to allocate"))
+    assert rows[0]["error"] == "OutOfMemoryError: tried to allocate" and [row.get("turns") for row in rows] == [None, 1, 2]
+
+
 def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     config = common.geometry("qwen3", "tiny", 1)[0]
     source = Qwen3ForRL.from_config(config, device="cpu")
