@@ -257,7 +257,10 @@ stage_compile() {
   local part batch names=()
   made() { names+=("$1"); warm "$@" & in_turns 6; }
   for batch in 1 8 32; do made "warm_moe35_$batch" "$batch" decode,score qwen3_5_moe --size 35b-a3b; done
-  made warm_prefill35 1 prefill,train qwen3_5_moe --size 35b-a3b
+  made warm_train35 1 train qwen3_5_moe --size 35b-a3b
+  # its byte check too
+  made warm_train_qwen35 1 ladder,train qwen3_5 --size 4b --lengths 130,65,600
+  made warm_prefill35 1 prefill qwen3_5_moe --size 35b-a3b
   made warm_moe 1,8,64 decode,score qwen3_moe --size 30b-a3b
   made warm_qwen35 1,8,32 decode,prefill,score qwen3_5 --size 4b
   for part in 0 1 2 3 4 5; do
@@ -306,7 +309,7 @@ stage_train35() {
 }
 
 stage_train_qwen35() {
-  job train_qwen35 80 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --profile --budget 75 "${shared[@]}"
+  job train_qwen35 160 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --profile --budget 150 "${shared[@]}"
   stage "Qwen3.5-4B: train step" 5 train_qwen35
 }
 

@@ -210,6 +210,49 @@ def test_a_red_ladder_takes_the_model_s_ratio_away() -> None:
     assert red["ratio"] is None and red["bytes"] == "red: 1 of 15 differ"
 
 
+def trained(monkeypatch: pytest.MonkeyPatch, path: Path, **fails: Exception) -> list[dict[str, Any]]:
+    """The rows of a train part, plain and checkpointed, whose steps take no time; who is named in `fails` raises it."""
+    config = common.geometry("qwen3", "tiny", 1)[0]
+    source = Qwen3ForRL.from_config(config, device="cpu")
+    record = common.Recorder(path, {})
+    bench = models.Bench("qwen3", "tiny", config, ALIGNED, ALIGNED, source, Qwen3ForRL, Qwen3ForServing, common.Budget(99), record)
+
+    def step(bench: Any, program: Any, ids: Any, starts: Any, checkpointed: bool, peaks: dict[str, float], name: str) -> Any:
+        def call() -> None:
+            if name == "unaligned":
+                written = rows_of(path)[-1]
+                assert written["checkpointing"] == checkpointed and written["us"] > 0, "ours is written before the rival begins"
+            if name in fails and not (checkpointed and isinstance(fails[name], torch.OutOfMemoryError)):
+                raise fails[name]
+            peaks[name] = 1.0
+
+        return call
+
+    monkeypatch.setattr(models_parts, "_step", step)
+    models_parts.train(bench, 1, 9, rounds=2)
+    return rows_of(path)
+
+
+def test_a_train_step_of_ours_is_written_before_its_rival_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl")
+    assert [(row["checkpointing"], row["turns"], row["rival"]) for row in rows] == [
+        (False, 1, None), (False, 2, "unaligned"), (True, 1, None), (True, 2, "unaligned"),
+    ]  # fmt: skip
+    assert [row["ratio"] is None for row in rows] == [True, False, True, False] and "unaligned_peak_gib" in rows[1]
+
+
+def test_a_rival_that_can_t_train_is_named_in_our_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", unaligned=RuntimeError("install TileLang\nor a later Triton"))
+    assert [row["turns"] for row in rows] == [1, 2, 1, 2] and all(row["us"] > 0 and row["ratio"] is None for row in rows)
+    assert [row.get("failed") for row in rows] == [None, {"unaligned": "RuntimeError: install TileLang"}] * 2
+    assert "equal; unaligned failed: RuntimeError: install TileLang" in models.lines([rows[1]])
+
+
+def test_memory_that_runs_out_without_checkpoints_leaves_the_step_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", aligned=torch.OutOfMemoryError("tried to allocate"))
+    assert rows[0]["error"] == "OutOfMemoryError: tried to allocate" and [row.get("turns") for row in rows] == [None, 1, 2]
+
+
 def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     config = common.geometry("qwen3", "tiny", 1)[0]
     source = Qwen3ForRL.from_config(config, device="cpu")
@@ -421,20 +464,82 @@ def test_rows_come_as_they_are_measured_with_the_zoo_s_speed_over_each(tmp_path:
     assert "zoo over stock fa3" in race.summary(MEASURES)
 
 
-def test_a_contender_that_is_late_stands_still_and_is_measured_last(tmp_path: Path) -> None:
-    race, path, _ = a_race(tmp_path)
-    late = FakeEntrant("deterministic fa3", SPEEDS, late=40)
-    race.together([FakeEntrant("zoo", SPEEDS, late=3), FakeEntrant("stock fa3", SPEEDS), late], MEASURES)
-    asked = [line for line in late.log if line not in ("pause", "resume")]
-    assert late.log[:3] == ["start", "pause", "resume"] and asked == ["start", *SPEEDS]
-    assert [row["contender"] for row in rows_of(path)[-len(MEASURES) :]] == ["deterministic fa3"] * len(MEASURES)
+class Starting(FakeEntrant):
+    """Ready after so many seconds, not counting those in which it stands still; the race's clock runs while one is measured."""
+
+    def __init__(self, name: str, after: float, now: list[float], field: list[Starting]) -> None:
+        super().__init__(name, dict(SPEEDS), took=4.0)
+        self.after, self.now, self.field = after, now, field
+        field.append(self)
+
+    @property
+    def state(self) -> str:
+        return "starting" if self.now[0] < self.after else "ready"
+
+    def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+        late = [e for e in self.field if e.state == "starting"]
+        assert self not in late, "nobody answers who still starts"
+        self.now[0] += 5.0
+        for entrant in late:
+            entrant.after += 5.0 if entrant.still else 0.0
+        self.speeds["1x128"] = 90.0 if late else 180.0  # the host compiles: one request is slow
+        return super().ask(measure, seconds)
+
+
+def measured(race: sglang.Race, now: list[float], **after: float) -> list[tuple[str, str]]:
+    """(contender, measure) in order, of a race between contenders that need so many seconds to start."""
+    field: list[Starting] = []
+    for name, seconds in after.items():
+        Starting(name if name == "zoo" else f"{name} fa3", seconds, now, field)
+    race.together(field, MEASURES)
+    return [(row["contender"].split()[0], row["what"]) for row in race.record.rows if "failed" not in row]
+
+
+def test_who_is_late_stands_still_and_is_measured_beside_the_others_again(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=500, turns=2)
+    found = measured(race, now, zoo=100, stock=80, deterministic=150)
+    assert [name for name, what in found if what == "prefill"] == [
+        "zoo", "stock", "stock", "zoo", "deterministic", "zoo", "stock", "stock", "zoo", "deterministic",
+    ]  # fmt: skip
+    assert {found["1x128"] for found in race.best.values()} == {180.0}, "the noisy window gave nobody its number"
+    assert [race.zoo_over(name, MEASURES[-1]) for name in ("stock fa3", "deterministic fa3")] == [1.0, 1.0]
+
+
+def test_nothing_is_compared_before_the_zoo_and_stock_are_there(tmp_path: Path) -> None:
+    for late in ("zoo", "stock"):
+        race, _, now = a_race(tmp_path, seconds=500)
+        found = measured(race, now, **{"zoo": 20, "stock": 20, late: 400})
+        assert found[0] == ({"zoo": "stock", "stock": "zoo"}[late], "64x128"), "once, in case the other never comes"
+        assert [name for name, what in found[1:] if what == "64x128"] == ["zoo", "stock"] and len(found) == 9
+        assert race.zoo_over("stock fa3", MEASURES[-1]) == 1.0
+
+
+def test_engines_slower_than_the_first_wait_are_measured_all_the_same(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=140)
+    found = measured(race, now, zoo=103, stock=106, deterministic=138)
+    assert found[:3] == [("zoo", "64x128"), ("zoo", "64x128"), ("stock", "64x128")] and race.zoo_over("stock fa3", MEASURES[0]) == 1.0
+    for after in (100, 134, 137):
+        for name in ("zoo", "stock", "deterministic"):
+            race, _, now = a_race(tmp_path, seconds=140)
+            found = measured(race, now, **{"zoo": 999, "stock": 999, "deterministic": 999, name: after})
+            assert found and {who for who, _ in found} == {name}, f"{name}, ready after {after} s of 140"
+
+
+def test_stock_and_the_zoo_go_before_a_deterministic_one(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=300)
+    found = measured(race, now, zoo=205, stock=210, deterministic=170)
+    assert [name for name, what in found if what == "64x128"] == ["deterministic", "zoo", "stock", "deterministic"]
+    race, _, now = a_race(tmp_path, seconds=400)
+    found = measured(race, now, zoo=20, stock=30, eager=280, deterministic=245)
+    assert [name for name, what in found if what == "64x128"] == ["zoo", "stock", "eager", "deterministic", "zoo", "stock"]
 
 
 def test_a_contender_that_never_comes_leaves_the_others_their_rows(tmp_path: Path) -> None:
     race, path, now = a_race(tmp_path, seconds=300)
     race.together([FakeEntrant("zoo", SPEEDS, late=1 << 30), FakeEntrant("stock fa3", SPEEDS, took=2.0)], MEASURES)
     rows = rows_of(path)
-    assert [row["contender"] for row in rows] == ["stock fa3"] * 4 + ["zoo"] and "budget" in rows[-1]["failed"]
+    assert [row["contender"] for row in rows] == ["stock fa3"] * 5 + ["zoo"] and "budget" in rows[-1]["failed"]
+    assert rows[0]["what"] == rows[1]["what"] == "64x128", "once before the zoo was waited for"
     assert 290 < now[0] < 310
 
 
