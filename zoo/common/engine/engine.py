@@ -52,7 +52,7 @@ class Engine:
     snapshot_stride
                   where sequences hold state beside their pages (recurrent layers), a prefix is reused up to a snapshot of it:
                   one is taken every so many tokens and at the end of a prompt's last whole chunk; a push ends there
-    graphs        decode and short prefills by CUDA graph; by default on a GPU
+    graphs        decode by CUDA graph, and prefills of up to a chunk, of sequences within one key segment; by default on a GPU
     progress      `run` and `generate` show a bar
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
