@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from zoo.common.delta_memory import DeltaMemory
 from zoo.common.rows import Rows
+from zoo.qwen3 import SIZES as QWEN3_SIZES
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.sglang_plugin import loading, memory, options, slots, states
 from zoo.sglang_plugin.loading import load
@@ -360,12 +362,24 @@ def wrapped(config: Qwen35Config) -> dict[str, Any]:
 PUBLISHED = {"4b": wrapped(SIZES["4b"]), "35b-a3b": wrapped(MOE_SIZES["35b-a3b"])}
 
 
+def resolution(default: int, seen: list[Any] | None = None) -> Callable[[Any], None]:
+    """A stand-in of what SGLang does with its options: a chunk that was not given becomes the default of this GPU."""
+
+    def resolve(args: Any) -> None:
+        if seen is not None:
+            seen.append((args, args.chunked_prefill_size, args.page_size))
+        if args.chunked_prefill_size is None:
+            args.chunked_prefill_size = default
+
+    return resolve
+
+
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "read_config", lambda path, revision: PUBLISHED[size])
     stand_in_sglang(monkeypatch)
     args = arguments()
-    options.around_resolution(lambda a: None, args)
+    options.around_resolution(resolution(8192), args)
     assert (args.page_size, args.chunked_prefill_size, args.max_running_requests) == (80, 8960, 64)
     assert args.disable_radix_cache is True and args.model_config_parser == "zoo"
     given = arguments(chunked_prefill_size=560, max_running_requests=16)
@@ -374,6 +388,29 @@ def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypat
     whole = arguments(chunked_prefill_size=-1)
     options.imply(whole, PUBLISHED[size])
     assert whole.chunked_prefill_size == -1
+
+
+@pytest.mark.parametrize(("default", "chunk"), [(2048, 2240), (4096, 4480), (8192, 8960), (16384, 17920), (100, 560), (-1, -1)])
+def test_stand_in_chunks_are_sglangs_own_with_room_for_whole_pages(default: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "read_config", lambda path, revision: PUBLISHED["4b"])
+    stand_in_sglang(monkeypatch)
+    args = arguments()
+    seen: list[Any] = []
+    options.around_resolution(resolution(default, seen), args)
+    # SGLang is asked by a copy, then resolves the options with their chunk
+    (asked, before, page), (final, given, _) = seen
+    assert asked is not args and (before, page) == (None, 80) and final is args and given == args.chunked_prefill_size == chunk
+    assert chunk < 0 or (chunk % 80 == 0 and chunk >= default)
+    seen.clear()
+    explicit = arguments(chunked_prefill_size=240)
+    options.around_resolution(resolution(default, seen), explicit)
+    assert [given for _, given, _ in seen] == [240] and explicit.chunked_prefill_size == 240
+    # pages of a power of two: SGLang's own as it is
+    monkeypatch.setattr(options, "read_config", lambda path, revision: QWEN3_SIZES["8b"].to_hf())
+    seen.clear()
+    plain = arguments()
+    options.around_resolution(resolution(default, seen), plain)
+    assert [given for _, given, _ in seen] == [None] and plain.chunked_prefill_size == default
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,12 @@ def test_which_prefills_are_captured() -> None:
     assert [count([n]) for n in (1, 64, 65, 512, 1000, 1024, 1025)] == [64, 64, 128, 512, 1024, 1024, None]
     assert (count([1] * 8), count([1] * 9)) == (64, None)
     assert prefill_counts(2048, 4000) == (64, 128, 256, 512, 1024, 2048, 3072, 4000) and prefill_counts(0, 4000) == ()
-    assert prefill_counts(100, 5000)[:3] == (64, 2048, 3072) and prefill_counts(2048, 128) == (64, 128)
+    # 32 sequences of 100 tokens, or of 30, are no more rows than that, whatever the chunk
+    assert prefill_counts(100, 5000) == (64, 2048, 3072, 3200) and prefill_counts(2048, 128) == (64, 128)
+    assert (prefill_counts(30, 5000), prefill_counts(0, 5000), prefill_counts(2048, 1 << 20)[-1]) == ((), (), 1 << 16)
+    assert (count([100] * 32, length=100, most=5000), count([100] * 30, length=100, most=5000)) == (3200, 3072)
+    for length in (30, 100, 200, 2048):  # padding may own all of them
+        assert [PaddedRows(n, length, 3, "cpu").count for n in prefill_counts(length, 8960)] == [*prefill_counts(length, 8960)]
     large = [count([n // 2, n - n // 2], most=4000) for n in (1024, 1025, 1791, 1792, 2048, 2049, 3499, 3500, 4000, 4001)]
     assert large == [1024, None, None, 2048, 2048, None, None, 4000, 4000, None], "at most an eighth is padding"
     assert (count([100] * 32, most=3300), count([100] * 33, most=3300)) == (3300, None)

@@ -156,10 +156,10 @@ class PrefillGraph:
 
 
 def prefill_counts(length: int, most: int) -> tuple[int, ...]:
-    """Rows of each captured prefill of at most `most` rows, for sequences of up to `length` tokens."""
+    """Rows of each captured prefill of at most `most` rows, and of no more than its sequences of up to `length` tokens can have."""
+    largest, most = PREFILL_ROWS[-1], min(most, PREFILL_SEQUENCES[1] * length)
     small = tuple(count for count in PREFILL_ROWS if count <= min(length, most))
-    largest = PREFILL_ROWS[-1]
-    return small if most <= largest or not length else (*small, *range(largest + PREFILL_STRIDE, most, PREFILL_STRIDE), most)
+    return small if most <= largest else (*small, *range(largest + PREFILL_STRIDE, most, PREFILL_STRIDE), most)
 
 
 def prefill_sequences(count: int) -> int:

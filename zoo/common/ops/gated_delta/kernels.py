@@ -386,7 +386,7 @@ def gated_delta(
 
 
 def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
-    """o_RVE; the slots of `state` advance in place. One row a sequence can be captured in a CUDA graph."""
+    """o_RVE; the slots of `state` advance in place. Several rows a sequence, or one, can be captured in a CUDA graph."""
     operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     if rows.max_rows > 1:
         return _by_chunks(*operands, state.start_SVKE, state.start_SVKE, state, rows)
