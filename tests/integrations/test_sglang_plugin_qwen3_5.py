@@ -17,6 +17,7 @@ import torch
 from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
+from zoo.common import serving as common_serving
 from zoo.common.delta_memory import DeltaMemory
 from zoo.common.rows import Rows
 from zoo.qwen3 import SIZES as QWEN3_SIZES
@@ -54,9 +55,9 @@ class Server:
         self.builder = memory.StepBuilder(self.table, PAGE, SEGMENT, POSITIONS)
         self.prefills: memory.PrefillSteps | None = None
 
-    def pad(self, steps: type[memory.PrefillSteps] = memory.PrefillSteps) -> None:
-        """Prefills run padded from now on, as captured ones do."""
-        self.prefills = steps(self.builder, SEGMENT, 256, "cpu")
+    def pad(self, steps: type[memory.PrefillSteps] = memory.PrefillSteps, most: int = 256) -> None:
+        """Prefills run padded from now on, as captured ones of up to `most` rows do."""
+        self.prefills = steps(self.builder, SEGMENT, most, "cpu")
         self.prefills.replays = {
             count: lambda s=step: self.run(s.padded.ids_R, s.step)  # type: ignore[misc]
             for count, step in self.prefills.steps.items()
@@ -263,18 +264,28 @@ def first_difference(one: list[tuple[Tensor, list[Tensor]]], two: list[tuple[Ten
     return None
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str) -> None:
+def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large: by those beyond PREFILL_ROWS, up to a chunk of 150 rows."""
+    if large:
+        monkeypatch.setattr(common_serving, "PREFILL_ROWS", (8,))
+        monkeypatch.setattr(common_serving, "PREFILL_STRIDE", 16)
     serving, _ = twins(kind)
     plain, padded = Server(serving), Server(serving)
-    padded.pad()
+    padded.pad(most=150 if large else 256)
     wanted = pushed(plain)
     assert wanted[0][0].isfinite().all() and first_difference(wanted, pushed(padded)) is None
+    prefills = padded.prefills
+    assert prefills is not None and prefills.pushed == 140 + (0 if large else 45) + 64 + 4  # 45 of 56 rows are too few
+    assert [*prefills.steps] == ([8, *range(24, 150, 16), 150] if large else [64, 128, 256])
+    for static in prefills.steps.values():
+        assert len(static.step.request_N) == len(static.padded.rows.lengths_N) == len(static.padded.table_NB)
     pages = (t[0] for t in (*padded.pool.pages.k_pages, *padded.pool.pages.v_pages))
     states = (t[:, 0] for t in of_length_0(padded.delta))
     assert all(t.isfinite().all() for t in (*pages, *states))
     leaking = Server(serving)
-    leaking.pad(LivePadding)
+    leaking.pad(LivePadding, 150 if large else 256)
     assert first_difference(wanted, pushed(leaking)) == 0
 
 

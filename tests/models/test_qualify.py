@@ -163,13 +163,15 @@ def test_numbers_are_of_their_kind() -> None:
     assert near.max() < 2.0**-5 and x["normal"].std() > 0.5
 
 
-def test_a_store_of_an_older_contract_admits_nothing(store: Path) -> None:
+def test_a_store_of_an_older_contract_or_kernel_admits_nothing(store: Path) -> None:
     with candidates("fast_linear"):
         old = Verdict("linear", "fast_linear", TARGET.shape, ops.CONTRACTS["linear"].version - 1, 9)
         qualification.write(store, [old], {})
         assert chosen() == "reference"
-        qualification.write(store, [replace(old, contract_version=old.contract_version + 1)], {})
+        qualification.write(store, [today := replace(old, contract_version=old.contract_version + 1)], {})
         assert chosen() == "fast_linear"
+        qualification.write(store, [replace(today, provider_version=2)], {})  # other kernels than those of today
+        assert chosen() == "reference"
 
 
 def test_a_damaged_store_is_named(store: Path) -> None:

@@ -141,7 +141,9 @@ def _verdict(target: Target, candidate: str, outcomes: list[Outcome], program: P
     defining = defining_of(target.op, target.shape, program)
     assert defining is not None
     text = f"falls back to {defining.name}, {candidate}: {reason}" if reason else f"{candidate} admitted, {checks} comparisons"
-    return Verdict(target.op, candidate, target.shape, CONTRACTS[target.op].version, checks, reason), f"{target}: {text} ({seconds:.1f} s)"
+    contract = CONTRACTS[target.op]
+    version = next(p.version for p in contract.providers if p.name == candidate)
+    return Verdict(target.op, candidate, target.shape, contract.version, checks, reason, version), f"{target}: {text} ({seconds:.1f} s)"
 
 
 def running(targets: Iterable[Target], program: Program) -> list[tuple[Target, str, str]]:
