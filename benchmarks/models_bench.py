@@ -38,7 +38,10 @@ def twin(source: nn.Module, made: type[Any], program: Program) -> Any:
 
 @dataclass
 class Bench:
-    """A model on a device, its programs, and where rows go. `rival` None: a CPU, where there is nothing to compare with."""
+    """A model on a device, its programs, and where rows go. `rival` None: a CPU, where there is nothing to compare with.
+
+    errors  relative errors against float64, once measured: part of every later row
+    """
 
     arch: str
     size: str
@@ -53,6 +56,7 @@ class Bench:
     rounds: int = 6
     broken: str = ""
     providers: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +78,7 @@ class Bench:
         row = {
             "kind": "model", "arch": self.arch, "size": self.size, "layers": self.config.layers, "what": what, "us": us,
             "rival": None if rival_us is None else "unaligned", "rival_us": rival_us, "ratio": ratio, **per_second,
-            "bytes": f"red: {self.broken}" if self.broken else "equal", "providers": self.providers, **more,
+            "bytes": f"red: {self.broken}" if self.broken else "equal", "providers": self.providers, **self.errors, **more,
         }  # fmt: skip
         self.record.add(row)
         print(lines([row]).splitlines()[1], flush=True)
@@ -91,7 +95,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
             row.get("aligned_tokens_per_s"), row.get("aligned_peak_gib"), row.get("unaligned_peak_gib"),
             "; ".join([row.get("bytes", row.get("error", "")), *(f"{name} failed: {why}" for name, why in row.get("failed", {}).items())]),
         ]
-        for row in rows if row["kind"] == "model" and row["what"] not in ("ladder", "train profile")
+        for row in rows if row["kind"] == "model" and ("us" in row or "error" in row)
     ]  # fmt: skip
     return table(body, ("what", "of", "us", "unaligned us", "ratio", "tokens/s", "peak GiB", "unaligned GiB", "bytes"))
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, engines, models, models_parts, ops, rivals, sglang
+from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang
+from benchmarks.models_float64 import Widened, float64_of, next_log_prob
 from benchmarks.work import Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
-from zoo.common.program import ALIGNED_CUDA, UNALIGNED_CUDA, resolve
+from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
 
@@ -191,9 +192,10 @@ def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.Capt
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
     size = "--layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
-    arguments = f"{size} --what ladder,decode,score"
+    arguments = f"{size} --what ladder,accuracy,decode,score"
     assert models.main(["qwen3", *arguments.split()]) == 0
     out = capsys.readouterr().out
+    assert "accuracy: error_vs_fp64 0.00" in out and "rival_error_vs_fp64 None" in out
     assert "15 log-probabilities of trainer, prefill and decode compared, 0 differ" in out and "smoke run" in out
 
 
@@ -270,6 +272,150 @@ def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyP
     assert models.prove(bench, (12,))[1] == 0
     monkeypatch.setattr(models_parts, "twin", spoiled)
     assert models.prove(bench, (12,))[1] > 0
+
+
+LAYERS = {"qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4, "qwen3_5_moe": 4}  # both kinds of layer
+
+
+class Wide(Program):
+    """The references in float64."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64
+
+
+WIDE = Wide("aligned", "cpu", "float64", key_segments=KEY_SEGMENTS["cpu"])
+
+
+def bench_of(arch: str, rival: Program | None = None) -> models.Bench:
+    config, trainer, server = common.geometry(arch, "tiny", LAYERS[arch])
+    source = trainer.from_config(config, device="cpu")
+    return models.Bench(arch, "tiny", config, ALIGNED, rival, source, trainer, server, common.Budget(99), common.Recorder(None, {}))
+
+
+@torch.no_grad()
+def widened(bench: models.Bench) -> Any:
+    """The bench's trainer over the references in float64: BF16 parameters widened, FP32 ones FP32."""
+    with torch.device("meta"):
+        model = bench.trainer(bench.config, WIDE)
+    state = bench.source.state_dict()
+    model.load_state_dict({n: p.double() if p.dtype == torch.bfloat16 else p for n, p in state.items()}, assign=True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+@torch.no_grad()
+def test_the_float64_model_is_the_references_in_float64(arch: str) -> None:
+    """Up to the FP32 cosines of a rotation's table. One BF16 step in one vector is seen."""
+    bench = bench_of(arch)
+    ids = torch.randint(bench.config.vocabulary, (150,), generator=torch.Generator().manual_seed(1))
+    seen: list[str] = []
+    with ours.watch(lambda contract, arguments, result: seen.append(contract.name)):
+        found = next_log_prob(float64_of(bench.source).logits(ids), ids)
+    assert not seen and found.dtype == torch.float64, "torch alone"
+    model, bounds = widened(bench), torch.tensor([0, 150])
+    wanted = model.score(ids, bounds)[:-1]
+    assert wanted.dtype == torch.float64 and wanted.std() > 0.1
+    assert (found - wanted).abs().max() < 2e-6
+    weight = model.model.layers[0].post_norm.weight
+    weight.mul_(1 + 2**-8)
+    assert (model.score(ids, bounds)[:-1] - found).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_the_float64_model_stays_on_its_device(arch: str) -> None:
+    """On `meta` every operation that meets a tensor of another device raises."""
+    config, trainer, _ = common.geometry(arch, "tiny", LAYERS[arch])
+    with torch.device("meta"):
+        model = trainer(config, ALIGNED)
+    assert float64_of(model).logits(torch.zeros(70, dtype=torch.long, device="meta")).shape == (70, config.vocabulary)
+
+
+def test_weights_are_widened_one_by_one() -> None:
+    source = bench_of("qwen3_5").source
+    wide = Widened(source)
+    assert list(wide) == [name for name, _ in source.named_parameters()] and len(wide) == len(list(wide))
+    for name, parameter in source.named_parameters():
+        assert wide[name].dtype == torch.float64 and torch.equal(wide[name].to(parameter.dtype), parameter)
+        assert wide[name] is not wide[name]
+
+
+def one_step_off(model: Any) -> Any:
+    """Every matrix of layer 0 one BF16 step further from zero."""
+    for name, parameter in list(model.model.layers[0].named_parameters()):
+        if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
+            at, _, leaf = name.rpartition(".")
+            moved = (parameter.detach().view(torch.int16) + 1).view(torch.bfloat16)
+            setattr(model.model.layers[0].get_submodule(at), leaf, torch.nn.Parameter(moved, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_accuracy_against_float64(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row, twice the same; with weights one BF16 step off in one layer the error is larger, in a mixture that of the same experts."""
+    bench = bench_of(arch)
+    bench.row("decode", {"aligned": 100.0}, 8)
+    models_accuracy.accuracy(bench, 70)
+    models_accuracy.accuracy(bench, 70)
+    bench.row("decode", {"aligned": 100.0}, 8)
+    before, row, again, after = bench.record.rows
+    assert row == again and (row["what"], row["tokens"], row["rival"]) == ("accuracy", 70, None)
+    assert 1e-4 < row["error_vs_fp64"] < 0.1 and row["rival_error_vs_fp64"] is None and row["max_error_vs_fp64"] > 1e-3
+    assert "error_vs_fp64" not in before and after["error_vs_fp64"] == pytest.approx(row["error_vs_fp64"], rel=1e-4)
+    assert after["rival_error_vs_fp64"] is None and models.lines([row]) == models.lines([])
+    whole = models_accuracy.twin
+    monkeypatch.setattr(models_accuracy, "twin", lambda *given: one_step_off(whole(*given)))
+    models_accuracy.accuracy(bench, 70)
+    spoiled = bench.record.rows[-1]
+    if bench.config.experts:
+        kept = "same_experts_error_vs_fp64"
+        assert row["routed"] == 70 * LAYERS[arch] and row["rerouted"] < row["routed"] // 4 and row["rerouted"] != spoiled["rerouted"]
+        assert 1e-4 < row[kept] < spoiled[kept]
+        assert row["error_vs_fp64"] > 2 * row[kept] if row["rerouted"] else row["error_vs_fp64"] == row[kept]
+    else:
+        assert "routed" not in row and spoiled["error_vs_fp64"] > row["error_vs_fp64"]
+
+
+def test_accuracy_of_a_rival_stands_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("qwen3_moe", rival=ALIGNED)
+    whole, calls = models_accuracy.twin, []
+
+    def second_spoiled(*given: Any) -> Any:
+        calls.append(given)
+        return whole(*given) if len(calls) == 1 else one_step_off(whole(*given))
+
+    monkeypatch.setattr(models_accuracy, "twin", second_spoiled)
+    models_accuracy.accuracy(bench, 70)
+    bench.row("score", {"aligned": 100.0, "unaligned": 80.0}, 8)
+    row, scored = bench.record.rows
+    assert row["rival"] == "unaligned" and row["rival_error_vs_fp64"] > row["error_vs_fp64"] > 0
+    assert row["rival_max_error_vs_fp64"] != row["max_error_vs_fp64"] and row["rival_rerouted"] != row["rerouted"]
+    assert row["rival_same_experts_error_vs_fp64"] > row["same_experts_error_vs_fp64"] > 0
+    assert all(scored[key] == row[key] for key in ("error_vs_fp64", "rival_error_vs_fp64"))
+
+
+def test_a_rival_that_can_t_score_is_named_in_the_row_of_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("qwen3", rival=ALIGNED)
+    whole, calls = models_accuracy.log_prob_of, []
+
+    def fails(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) != 1:
+            raise RuntimeError("no kernel\nfor this")
+        return whole(*given)
+
+    monkeypatch.setattr(models_accuracy, "log_prob_of", fails)
+    models_accuracy.accuracy(bench, 20)
+    row = bench.record.rows[0]
+    assert row["error_vs_fp64"] > 0 and row["rival_error_vs_fp64"] is None and row["failed"] == {"unaligned": "RuntimeError: no kernel"}
+    with pytest.raises(RuntimeError, match="no kernel"):  # ours
+        models_accuracy.accuracy(bench, 20)
+
+
+def test_a_document_of_one_token_has_nothing_to_score(capsys: pytest.CaptureFixture[str]) -> None:
+    assert models.main(["qwen3", "--device", "cpu", "--smoke", "--tokens", "1"]) == 2
+    assert "--tokens 1:" in capsys.readouterr().err
 
 
 def test_a_twin_shares_its_parameters() -> None:
