@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lengths = numbers(given.lengths) if given.lengths else PROOF
         record = Recorder(given.out, about(torch.device(given.device), given.smoke), given.smoke)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     budget, device = Budget(given.budget), torch.device(given.device)
     aligned, cuda = resolve("aligned", device, torch.bfloat16), device.type == "cuda"

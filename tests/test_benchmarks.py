@@ -187,7 +187,7 @@ def test_ops_smoke_runs_and_is_labelled(capsys: pytest.CaptureFixture[str]) -> N
 def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 2
     said = capsys.readouterr().err.strip()
-    assert said.startswith("--device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
+    assert said.startswith("error: --device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
