@@ -126,6 +126,32 @@ def test_no_states_and_the_same_bytes_twice(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
+def test_operands_of_any_strides() -> None:
+    """Rows of wider ones, heads that don't follow each other, gates and states transposed, an expanded gradient in FP32: equal bytes."""
+    args, (_, final, initial) = made([65, 2], (2, 2), 16, 0.05, torch.bfloat16)
+    ones = torch.full((1, 1, 16), 1.0078125).expand(67, 2, 16)  # BF16 has this number
+    wanted = by(kernels_backward, args, ones.to(torch.bfloat16).contiguous(), final, initial)
+
+    def turned(t: Tensor, *order: int) -> Tensor:
+        """The same numbers in memory of the axes' other order."""
+        return t.permute(order).contiguous().permute([order.index(i) for i in range(t.dim())])
+
+    wide = torch.cat([args["q_RHK"], args["q_RHK"] + 1], 2)[:, :, :16]
+    moved = {
+        "q_RHK": (wide, args["q_RHK"].flatten(1).repeat(1, 2)[:, 32:].unflatten(1, (2, 16))),
+        "k_RHK": (turned(args["k_RHK"], 1, 0, 2), turned(args["k_RHK"], 0, 2, 1)),
+        "v_RVE": (turned(args["v_RVE"], 0, 2, 1), turned(args["v_RVE"], 1, 0, 2)),
+        "log_decay_RV": (turned(args["log_decay_RV"], 1, 0),) * 2,
+        "beta_RV": (turned(args["beta_RV"], 1, 0),) * 2,
+    }
+    for way in range(2):
+        strided = {**args, **{name: ts[way] for name, ts in moved.items()}}
+        assert all(torch.equal(strided[n], args[n]) and strided[n].stride() != args[n].stride() for n in OPERANDS)
+        found = by(kernels_backward, strided, ones, *(turned(t, 0, 1, 3, 2) for t in (final, initial)))
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
 def test_documents_do_not_mix() -> None:
     args, (grad, _, _) = made([66, 64, 3], (1, 2), 16, 0.05, torch.bfloat16)
     grad[:66] = 0
