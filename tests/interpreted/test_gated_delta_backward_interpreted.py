@@ -29,6 +29,7 @@ NAMES = (*OPERANDS, "initial")
 LENGTHS = [1, 63, 64, 65, 130]
 FP32_FAR = 1e-5
 BF16_FAR = 0.005  # one rounding of a gradient is 0.0017, those of the operands are several such
+FORGETFUL_FAR = 2**-24  # of all that is added and taken away again: a rounding of FP32
 SUM_FAR = 0.01  # of log_decay's and the initial states', which a few sums that nearly cancel can decide
 
 
@@ -123,6 +124,23 @@ def test_no_states_and_the_same_bytes_twice(dtype: torch.dtype) -> None:
     assert max(off.values()) < most, off  # here of the sums too
     assert off["v_RVE"] < 0.0022, off  # little more than its own rounding; 0.0026 with one operand in place of `_fine`'s two
     assert far(found, in_float64(args, grad, final, None))["v_RVE"] > 10 * most  # control: with the final states' gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
+def test_a_head_that_forgets_at_once(dtype: torch.dtype) -> None:
+    """Its decays' gradient, sums that cancel, vanishes but for FP32's roundings: each head by the size of its own terms."""
+    args, (grad, _, _) = made([65, 2], (2, 2), 16, 0.05, dtype)
+    args["log_decay_RV"][:, 0] = -80
+    found, wanted = by(kernels_backward, args, grad, None, None), in_float64(args, grad, None, None)
+    terms = (args["q_RHK"].double() * wanted[0]).abs().sum((0, 2))  # of a head: the sums are of at most so much
+    off = (found[3].double() - wanted[3]).abs().amax(0) / terms
+    print([f"{x:.1e}" for x in off.tolist()])
+    assert wanted[3][:, 0].abs().max() < 1e-30 and off[0] < FORGETFUL_FAR
+    assert (found[3].double() - wanted[3])[:, 1].norm() < (FP32_FAR if dtype == torch.float32 else SUM_FAR) * wanted[3][:, 1].norm()
+    # the control: a head that keeps exp(-8) of a row
+    args["log_decay_RV"][:, 0] = -8
+    assert (found[3].double() - in_float64(args, grad, None, None)[3]).abs().amax(0)[0] > 10 * FORGETFUL_FAR * terms[0]
 
 
 @pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
