@@ -1,9 +1,9 @@
 """The backward of gated_delta on CUDA: `backward`'s formulas as kernels of a chunk and head, around a scan over states each way.
 
 Nothing is saved but the inputs: the forward's kernels make T, w, u and the states' images again. Operands of products have q's dtype,
-P, T, grad_u and the scores' gradients are two of them each (`_fine`); the rest is FP32. The sums over rows and columns of
-grad_P P + grad_A A are q and k times products that their own gradients need, so neither P nor A is made for them, nor k H for
-grad_beta = grad_r . v + k . (grad_A / beta k - exp(G) grad_r H^T).
+P, T, the scores' gradients and, but in the scan, grad_u are two of them each (`_fine`); the rest is FP32. The sums over rows and
+columns of grad_P P + grad_A A are q and k times products that their own gradients need, so neither P nor A is made for them, nor
+k H for grad_beta = grad_r . v + k . (grad_A / beta k - exp(G) grad_r H^T).
 """
 
 from __future__ import annotations
