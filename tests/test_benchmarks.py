@@ -134,6 +134,16 @@ def test_an_op_gives_whole_rows(name: str) -> None:
     assert name in ops.lines([row])
 
 
+@pytest.mark.parametrize(("rows", "short"), [(257, False), (512, False), (513, True)])
+def test_documents_of_the_gated_delta_rule(rows: int, short: bool) -> None:
+    """One document, and from SHORT + 1 rows on short ones, the last of what is left: here of one row."""
+    torch.manual_seed(0)
+    works = list(ops.OPS["gated_delta"](Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True), rows))
+    shapes = [work.shape for work in works]
+    assert len(set(shapes)) == len(shapes) and sum("documents" in shape for shape in shapes) == short * len(shapes) // 2
+    works[-1].law()
+
+
 def _broken(work: Work) -> Work:
     def law() -> None:
         raise LawBroken("planted")
