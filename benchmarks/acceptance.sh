@@ -257,7 +257,10 @@ stage_compile() {
   local part batch names=()
   made() { names+=("$1"); warm "$@" & in_turns 6; }
   for batch in 1 8 32; do made "warm_moe35_$batch" "$batch" decode,score qwen3_5_moe --size 35b-a3b; done
-  made warm_prefill35 1 prefill,train qwen3_5_moe --size 35b-a3b
+  made warm_train35 1 train qwen3_5_moe --size 35b-a3b
+  # its byte check too
+  made warm_train_qwen35 1 ladder,train qwen3_5 --size 4b --lengths 130,65,600
+  made warm_prefill35 1 prefill qwen3_5_moe --size 35b-a3b
   made warm_moe 1,8,64 decode,score qwen3_moe --size 30b-a3b
   made warm_qwen35 1,8,32 decode,prefill,score qwen3_5 --size 4b
   for part in 0 1 2 3 4 5; do
@@ -272,7 +275,7 @@ stage_compile() {
 }
 
 stage_dense() {
-  job dense 120 "$py" -m benchmarks.models qwen3 --size 8b --what decode,score --profile --budget 110 --contexts 600,4096 "${shared[@]}"
+  job dense 150 "$py" -m benchmarks.models qwen3 --size 8b --what accuracy,decode,score --profile --budget 140 --contexts 600,4096 "${shared[@]}"
   stage "Qwen3-8B: decode, score" 12 dense
 }
 
@@ -301,30 +304,30 @@ stage_train() {
 }
 
 stage_train35() {
-  job train35 50 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what train --budget 45 "${shared[@]}"
+  job train35 75 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 4 --what accuracy,train --budget 65 "${shared[@]}"
   stage "35B-A3B: train step of 4 layers" 5 train35
 }
 
 stage_train_qwen35() {
-  job train_qwen35 80 "$py" -m benchmarks.models qwen3_5 --size 4b --what train --profile --budget 75 "${shared[@]}"
+  job train_qwen35 180 "$py" -m benchmarks.models qwen3_5 --size 4b --what accuracy,train --profile --budget 170 "${shared[@]}"
   stage "Qwen3.5-4B: train step" 5 train_qwen35
 }
 
 stage_moe35() {
-  job moe35 65 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what decode,prefill,score --contexts 600 --profile \
-    --budget 60 "${shared[@]}"
+  job moe35 95 "$py" -m benchmarks.models qwen3_5_moe --size 35b-a3b --layers 8 --what accuracy,decode,prefill,score --contexts 600 --profile \
+    --budget 90 "${shared[@]}"
   stage "35B-A3B: decode, prefill, score" 12 moe35
 }
 
 stage_moe() {
-  job moe 60 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what decode,score --contexts 600,4096 --profile \
-    --budget 55 "${shared[@]}"
+  job moe 90 "$py" -m benchmarks.models qwen3_moe --size 30b-a3b --layers 12 --what accuracy,decode,score --contexts 600,4096 --profile \
+    --budget 85 "${shared[@]}"
   stage "30B-A3B: decode, score" 12 moe
 }
 
 stage_qwen35() {
-  job qwen35 60 "$py" -m benchmarks.models qwen3_5 --size 4b --what decode,prefill,score --contexts 600 --profile \
-    --budget 55 "${shared[@]}"
+  job qwen35 90 "$py" -m benchmarks.models qwen3_5 --size 4b --what accuracy,decode,prefill,score --contexts 600 --profile \
+    --budget 85 "${shared[@]}"
   stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
 }
 

@@ -1,7 +1,8 @@
 """`python -m benchmarks.models ARCH`: a whole model on the `aligned` program against the `unaligned` one.
 
 Same drivers, same parameters (one copy), same GPU, same run, turn by turn. A few documents are first scored, prefilled and
-decoded by CUDA graph: if those bytes differ, times are shown and no ratio is.
+decoded by CUDA graph: if those bytes differ, times are shown and no ratio is. A document's log-probabilities under both programs are
+also held against the same model in float64.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from benchmarks.admit import admit
 from benchmarks.common import Budget, Recorder, about, first_line, geometry, in_parallel, numbers
 from benchmarks.models_ablation import ablate, mixed, shares, switchable
+from benchmarks.models_accuracy import accuracy
 from benchmarks.models_bench import Bench, free, lines, twin
 from benchmarks.models_parts import decode, ladder, prefill, prove, score, train
 from zoo.common.ops import CONTRACTS
@@ -26,11 +28,11 @@ from zoo.verify.subject import SIZES
 
 __all__ = ["Bench", "main", "mixed", "prove", "shares", "switchable", "twin"]
 
-PARTS = ("ladder", "decode", "prefill", "score", "train", "long")
+PARTS = ("ladder", "accuracy", "decode", "prefill", "score", "train", "long")
 LONG = 32768
 PROOF = (130, 65, 600)
 # what --smoke takes where nothing else is asked for: on one core the references need seconds for it, hours for a published size
-SMOKE = {"size": "tiny", "batches": "1,2", "contexts": "100", "documents": 2, "length": 130, "lengths": "70,33"}
+SMOKE = {"size": "tiny", "batches": "1,2", "contexts": "100", "documents": 2, "length": 130, "lengths": "70,33", "tokens": 70}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,12 +40,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("arch", choices=tuple(SIZES))
     made.add_argument("--size", default="8b")
     made.add_argument("--layers", type=int)
-    made.add_argument("--what", default="ladder,decode,prefill,score", help=f"of {','.join(PARTS)}")
+    made.add_argument("--what", default="ladder,accuracy,decode,prefill,score", help=f"of {','.join(PARTS)}")
     made.add_argument("--batches", help="sequences of a decode step; 1,8,64, for qwen3_5 1,8,32")
     made.add_argument("--contexts", default="600,4096")
     made.add_argument("--documents", type=int, default=8, help="documents scored, prefilled and trained at once")
     made.add_argument("--length", type=int, default=4096, help="tokens of each")
     made.add_argument("--lengths", help="documents whose bytes are compared before anything is timed")
+    made.add_argument("--tokens", type=int, default=600, help="of the document that is held against float64")
     made.add_argument("--ablate", action="store_true", help="added time per aligned op, of decode and score where asked for")
     made.add_argument("--profile", action="store_true", help="the kernels of a decode step, and of a train step")
     made.add_argument("--engine", default="embedded", choices=("embedded", "sglang"))
@@ -72,7 +75,8 @@ def _rival(arch: str) -> Program:
 
 def _warm(arch: str, given: argparse.Namespace, parts: Sequence[str], batches: Sequence[int], seconds: float) -> None:
     """A process per part and decode batch, so that compilers run side by side."""
-    shared = [arch, "--size", given.size, "--documents", str(given.documents), "--length", str(given.length), "--compile-only"]
+    shared = [arch, "--size", given.size, "--documents", str(given.documents), "--length", str(given.length)]
+    shared += ["--tokens", str(given.tokens), "--compile-only"]
     calls = [[*shared, "--what", part] for part in parts if part not in ("decode", "long")]
     if "decode" in parts:
         calls += [[*shared, "--what", "decode", "--batches", str(b), "--contexts", given.contexts] for b in batches]
@@ -99,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--what {unknown[0]}: there are {', '.join(PARTS)}")
         if given.device == "cpu" and not given.smoke:
             raise ValueError("--device cpu runs references on a wall clock: add --smoke")
+        if given.tokens < 2:
+            raise ValueError(f"--tokens {given.tokens}: the last token has no next one, so 2 are needed")
         few = 4 if given.arch.startswith("qwen3_5") else 2
         config, trainer, server = geometry(given.arch, given.size, few if given.compile_only else given.layers)
         batches = numbers(given.batches or ("1,8,32" if given.arch.startswith("qwen3_5") else "1,8,64"))
@@ -106,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lengths = numbers(given.lengths) if given.lengths else PROOF
         record = Recorder(given.out, about(torch.device(given.device), given.smoke), given.smoke)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     budget, device = Budget(given.budget), torch.device(given.device)
     aligned, cuda = resolve("aligned", device, torch.bfloat16), device.type == "cuda"
@@ -144,6 +150,8 @@ def _plan(
     if not given.compile_only or "ladder" in parts:
         crossing = (4096, 2100) if "ladder" in parts and not given.lengths and not given.smoke else ()
         yield "ladder", lambda: ladder(bench, (*lengths, *crossing))
+    if "accuracy" in parts:
+        yield "accuracy", lambda: accuracy(bench, given.tokens)
     if "decode" in parts:
         yield "decode", lambda: decode(bench, batches, contexts, given.profile)
     if "prefill" in parts:

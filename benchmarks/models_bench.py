@@ -20,7 +20,7 @@ from zoo.common.training import ForRL
 
 CHUNK_STEPS = 64  # decode steps in a turn of a model with chunks: every row of a chunk, its closing too
 STEPS = 16
-KEYS = ("batch", "context", "documents", "length", "checkpointing")
+KEYS = ("batch", "context", "documents", "length", "checkpointing", "turns")
 
 
 def twin(source: nn.Module, made: type[Any], program: Program) -> Any:
@@ -38,7 +38,10 @@ def twin(source: nn.Module, made: type[Any], program: Program) -> Any:
 
 @dataclass
 class Bench:
-    """A model on a device, its programs, and where rows go. `rival` None: a CPU, where there is nothing to compare with."""
+    """A model on a device, its programs, and where rows go. `rival` None: a CPU, where there is nothing to compare with.
+
+    errors  relative errors against float64, once measured: part of every later row
+    """
 
     arch: str
     size: str
@@ -53,6 +56,7 @@ class Bench:
     rounds: int = 6
     broken: str = ""
     providers: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +78,7 @@ class Bench:
         row = {
             "kind": "model", "arch": self.arch, "size": self.size, "layers": self.config.layers, "what": what, "us": us,
             "rival": None if rival_us is None else "unaligned", "rival_us": rival_us, "ratio": ratio, **per_second,
-            "bytes": f"red: {self.broken}" if self.broken else "equal", "providers": self.providers, **more,
+            "bytes": f"red: {self.broken}" if self.broken else "equal", "providers": self.providers, **self.errors, **more,
         }  # fmt: skip
         self.record.add(row)
         print(lines([row]).splitlines()[1], flush=True)
@@ -89,9 +93,9 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
             row["what"], " ".join(f"{key}={row[key]}" for key in KEYS if key in row), row.get("us"), row.get("rival_us"),
             row.get("ratio"),
             row.get("aligned_tokens_per_s"), row.get("aligned_peak_gib"), row.get("unaligned_peak_gib"),
-            row.get("bytes", row.get("error", "")),
+            "; ".join([row.get("bytes", row.get("error", "")), *(f"{name} failed: {why}" for name, why in row.get("failed", {}).items())]),
         ]
-        for row in rows if row["kind"] == "model" and row["what"] != "ladder"
+        for row in rows if row["kind"] == "model" and ("us" in row or "error" in row)
     ]  # fmt: skip
     return table(body, ("what", "of", "us", "unaligned us", "ratio", "tokens/s", "peak GiB", "unaligned GiB", "bytes"))
 
@@ -122,10 +126,10 @@ def fill(memory: Any) -> None:
         memory.delta.carry_LSWC.normal_()
 
 
-def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median microseconds of each contender's turn; the first round warms up. Every other one runs backwards: a turn heats the next."""
+def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warm: int = 1) -> dict[str, float]:
+    """Median microseconds of each contender's turn after `warm` rounds. Every other round runs backwards: a turn heats the next."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
+    for turn in range(warm + rounds):
         for name, call in list(contenders.items())[:: -1 if turn % 2 else 1]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -133,7 +137,7 @@ def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torc
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if turn:
+            if turn >= warm:
                 times[name].append((time.perf_counter() - start) * 1e6)
     return {name: statistics.median(found) for name, found in times.items()}
 

@@ -192,20 +192,40 @@ def train(
     for checkpointed in modes:
         if not bench.budget.allows(f"{what}, checkpointing {'on' if checkpointed else 'off'}", 10.0):
             continue
-        peaks: dict[str, float] = {}
-        calls = {name: _step(bench, program, ids, starts, checkpointed, peaks, name) for name, program in bench.programs.items()}
         more: dict[str, Any] = {"documents": documents, "length": length, "checkpointing": checkpointed}
         try:
-            times = turns(calls, min(rounds, bench.rounds), bench.device)
+            _train(bench, what, more, ids, starts, min(rounds, bench.rounds), profiled)
         except torch.OutOfMemoryError as error:
             bench.record.add({"kind": "model", "arch": bench.arch, "size": bench.size, "what": what, **more, "error": first_line(error)})
             print(f"{what}, checkpointing {checkpointed}: {first_line(error)}", flush=True)
-        else:
-            if profiled and bench.device.type == "cuda":
-                more["profile"] = {name: profile_of(call, 25) for name, call in calls.items()}
-            bench.row(what, times, documents * length, **more, **{f"{name}_peak_gib": peak for name, peak in peaks.items()})
-        del calls
         free(bench)
+
+
+def _train(bench: Bench, what: str, more: dict[str, Any], ids: Tensor, starts: Tensor, rounds: int, profiled: bool) -> None:
+    """A row of one turn before the rival compiles, then one of `rounds` turns beside it; `failed` names a rival that can't."""
+    peaks: dict[str, float] = {}
+    calls = {name: _step(bench, program, ids, starts, more["checkpointing"], peaks, name) for name, program in bench.programs.items()}
+
+    def row(times: Mapping[str, float], count: int) -> None:
+        memory = {f"{name}_peak_gib": peak for name, peak in peaks.items() if name in times}
+        bench.row(what, times, len(ids), **more, turns=count, **memory)
+
+    first = turns({"aligned": calls["aligned"]}, 1, bench.device)
+    if bench.rival is not None:
+        row(first, 1)
+        if not bench.budget.allows(f"{what}, its rival", 10.0):
+            return
+        try:
+            calls["unaligned"]()
+            free(bench)  # waits: an error on the device shows here
+        except Exception as error:  # whatever a rival fails with
+            more["failed"] = {"unaligned": first_line(error)}
+            del calls["unaligned"]
+    row(turns(calls, rounds, bench.device, warm=0), rounds)
+    if profiled and bench.device.type == "cuda":
+        found = {name: profile_of(call, 25) for name, call in calls.items()}
+        shared = {"kind": "model", "arch": bench.arch, "size": bench.size, "layers": bench.config.layers}
+        bench.record.add({**shared, "what": f"{what} profile", **more, "profile": found})
 
 
 def _step(

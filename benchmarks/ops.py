@@ -113,16 +113,16 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     names = given.op or list(OPS)
     unknown = [name for name in names if name not in OPS]
     if unknown:
-        print(f"there is no op {unknown[0]!r}; there are {', '.join(OPS)}", file=sys.stderr)
+        print(f"error: there is no op {unknown[0]!r}; there are {', '.join(OPS)}", file=sys.stderr)
         return 2
     if given.device == "cpu" and not given.smoke:
-        print("--device cpu runs references on a wall clock: add --smoke", file=sys.stderr)
+        print("error: --device cpu runs references on a wall clock: add --smoke", file=sys.stderr)
         return 2
     device, budget = torch.device(given.device), Budget(given.budget)
     try:
         record = Recorder(given.out, about(device, given.smoke), given.smoke)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     dtype, cuda = torch.bfloat16, device.type == "cuda"
     theirs = resolve("unaligned", device, dtype) if cuda else None

@@ -4,9 +4,9 @@
 
 Weights are random ones of realistic scale, written once; DeepGEMM is qualified for this GPU first, so that no fallback is measured.
 Each contender is an `sglang.Engine` in a process of its own (benchmarks/engines.py). All start together and one measures at a time,
-while the others, ready or late, stand still. `--sequential` runs one after another, where not all fit the GPU. The prefix cache
-is flushed between calls and log-probabilities are returned. `stock` is as it comes, its prefill graphs included; `eager-prefill` (if
-asked for by --contenders) is stock without them.
+while the others, ready or late, stand still; beside one that comes late all others are measured again. `--sequential` runs one after
+another, where not all fit the GPU. The prefix cache is flushed between calls and log-probabilities are returned. `stock` is as it
+comes, its prefill graphs included; `eager-prefill` (if asked for by --contenders) is stock without them.
 A row is written the moment it is measured; a rival's row carries the zoo's speed over it.
 """
 
@@ -123,21 +123,45 @@ class Race:
         self.entrants: list[Entrant] = []  # that run side by side
 
     def together(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:
-        """All start; what is ready first, deterministic ones last to be waited for, is measured while the others stand still."""
+        """All start; who is ready is measured while the others stand still, deterministic ones last to be waited for.
+
+        Who comes late is measured beside all that were before: a host that still compiles slows the first window.
+        """
         self.entrants = list(entrants)
         for entrant in entrants:
             entrant.start()
         early = [e for e in entrants if not e.name.startswith("deterministic")]
         self.settle(early, self.budget.left * START_SHARE)
-        ready = self._those(entrants, "ready")
-        late = self._those(entrants, "starting")
-        for entrant in late:
-            self.say(f"{entrant.name} is not ready yet: it stands still while the others are measured")
-        self.turn(ready, measures)
-        self.settle(late, self.budget.left)
-        self.turn(self._those(late, "ready"), measures)
-        for entrant in self._those(entrants, "failed") + self._those(late, "starting"):
+        if not self._comparable(early):  # one number of whoever comes first; then the others have the time that a comparison leaves
+            for entrant in self.arrivals(entrants, [])[:1]:
+                self._measure(entrant, measures[0], 0)
+            reserve = 2 * self.turns * self.took.get(measures[0].label, measures[0].seconds)
+            self.until(lambda: self._comparable(early), self.budget.left - reserve)
+        measured: list[Entrant] = []
+        while fresh := self.arrivals(entrants, measured):
+            if self.best and not any(e in early for e in fresh):
+                self.settle(early, self.budget.left / 2)
+                fresh = self.arrivals(entrants, measured)
+            for entrant in self._those(entrants, "starting"):
+                self.say(f"{entrant.name} is not ready yet: it stands still while the others are measured")
+            self.turn([*fresh, *measured], measures)
+            measured += fresh
+        for entrant in self._those(entrants, "failed") + self._those(entrants, "starting"):
             self.give_up(entrant, entrant.why or "it was not ready when the budget was spent")
+
+    def arrivals(self, entrants: Sequence[Entrant], measured: Sequence[Entrant]) -> list[Entrant]:
+        """Who is ready and not among `measured`, as soon as there is one; none if nobody starts any more or the budget is spent."""
+
+        def found() -> list[Entrant]:
+            return [e for e in self._those(entrants, "ready") if e not in measured]
+
+        self.until(lambda: bool(found()) or not self._those(entrants, "starting"), self.budget.left)
+        return found()
+
+    def _comparable(self, early: Sequence[Entrant]) -> bool:
+        """Whether the zoo and another of `early` are ready, or none of them starts any more."""
+        ready = [e.name for e in self._those(early, "ready")]
+        return (ZOO in ready and len(ready) > 1) or not self._those(early, "starting")
 
     def one_by_one(self, entrants: Iterable[Entrant], measures: Sequence[Measure], profile: bool = False) -> None:
         """Each starts when the one before has ended, so its decode step is profiled whether the aim is missed or not."""
@@ -154,8 +178,11 @@ class Race:
 
     def settle(self, entrants: Sequence[Entrant], seconds: float) -> None:
         """Until each is ready or failed, or the time is over."""
+        self.until(lambda: not self._those(entrants, "starting"), seconds)
+
+    def until(self, done: Callable[[], bool], seconds: float) -> None:
         end = self.budget.left - seconds
-        while any(e.state == "starting" for e in entrants) and self.budget.left > max(end, 0):
+        while not done() and self.budget.left > max(end, 0):
             self.wait(0.2)
 
     def turn(self, entrants: Sequence[Entrant], measures: Sequence[Measure]) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, engines, models, models_parts, ops, rivals, sglang
+from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang
+from benchmarks.models_float64 import Widened, float64_of, next_log_prob
 from benchmarks.work import Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
-from zoo.common.program import ALIGNED_CUDA, UNALIGNED_CUDA, resolve
+from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
 
@@ -133,6 +134,16 @@ def test_an_op_gives_whole_rows(name: str) -> None:
     assert name in ops.lines([row])
 
 
+@pytest.mark.parametrize(("rows", "short"), [(257, False), (512, False), (513, True)])
+def test_documents_of_the_gated_delta_rule(rows: int, short: bool) -> None:
+    """One document, and from SHORT + 1 rows on short ones, the last of what is left: here of one row."""
+    torch.manual_seed(0)
+    works = list(ops.OPS["gated_delta"](Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True), rows))
+    shapes = [work.shape for work in works]
+    assert len(set(shapes)) == len(shapes) and sum("documents" in shape for shape in shapes) == short * len(shapes) // 2
+    works[-1].law()
+
+
 def _broken(work: Work) -> Work:
     def law() -> None:
         raise LawBroken("planted")
@@ -186,14 +197,15 @@ def test_ops_smoke_runs_and_is_labelled(capsys: pytest.CaptureFixture[str]) -> N
 def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
     assert main() == 2
     said = capsys.readouterr().err.strip()
-    assert said.startswith("--device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
+    assert said.startswith("error: --device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
     size = "--layers 1 --device cpu --smoke --batches 2 --contexts 9 --documents 1 --length 20 --lengths 12"
-    arguments = f"{size} --what ladder,decode,score"
+    arguments = f"{size} --what ladder,accuracy,decode,score"
     assert models.main(["qwen3", *arguments.split()]) == 0
     out = capsys.readouterr().out
+    assert "accuracy: error_vs_fp64 0.00" in out and "rival_error_vs_fp64 None" in out
     assert "15 log-probabilities of trainer, prefill and decode compared, 0 differ" in out and "smoke run" in out
 
 
@@ -208,6 +220,49 @@ def test_a_red_ladder_takes_the_model_s_ratio_away() -> None:
     green, red = record.rows
     assert green["ratio"] == 1.25 and green["aligned_tokens_per_s"] == 80000 and green["unaligned_tokens_per_s"] == 100000
     assert red["ratio"] is None and red["bytes"] == "red: 1 of 15 differ"
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, path: Path, **fails: Exception) -> list[dict[str, Any]]:
+    """The rows of a train part, plain and checkpointed, whose steps take no time; who is named in `fails` raises it."""
+    config = common.geometry("qwen3", "tiny", 1)[0]
+    source = Qwen3ForRL.from_config(config, device="cpu")
+    record = common.Recorder(path, {})
+    bench = models.Bench("qwen3", "tiny", config, ALIGNED, ALIGNED, source, Qwen3ForRL, Qwen3ForServing, common.Budget(99), record)
+
+    def step(bench: Any, program: Any, ids: Any, starts: Any, checkpointed: bool, peaks: dict[str, float], name: str) -> Any:
+        def call() -> None:
+            if name == "unaligned":
+                written = rows_of(path)[-1]
+                assert written["checkpointing"] == checkpointed and written["us"] > 0, "ours is written before the rival begins"
+            if name in fails and not (checkpointed and isinstance(fails[name], torch.OutOfMemoryError)):
+                raise fails[name]
+            peaks[name] = 1.0
+
+        return call
+
+    monkeypatch.setattr(models_parts, "_step", step)
+    models_parts.train(bench, 1, 9, rounds=2)
+    return rows_of(path)
+
+
+def test_a_train_step_of_ours_is_written_before_its_rival_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl")
+    assert [(row["checkpointing"], row["turns"], row["rival"]) for row in rows] == [
+        (False, 1, None), (False, 2, "unaligned"), (True, 1, None), (True, 2, "unaligned"),
+    ]  # fmt: skip
+    assert [row["ratio"] is None for row in rows] == [True, False, True, False] and "unaligned_peak_gib" in rows[1]
+
+
+def test_a_rival_that_can_t_train_is_named_in_our_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", unaligned=RuntimeError("install TileLang\nor a later Triton"))
+    assert [row["turns"] for row in rows] == [1, 2, 1, 2] and all(row["us"] > 0 and row["ratio"] is None for row in rows)
+    assert [row.get("failed") for row in rows] == [None, {"unaligned": "RuntimeError: install TileLang"}] * 2
+    assert "equal; unaligned failed: RuntimeError: install TileLang" in models.lines([rows[1]])
+
+
+def test_memory_that_runs_out_without_checkpoints_leaves_the_step_with_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = trained(monkeypatch, tmp_path / "rows.jsonl", aligned=torch.OutOfMemoryError("tried to allocate"))
+    assert rows[0]["error"] == "OutOfMemoryError: tried to allocate" and [row.get("turns") for row in rows] == [None, 1, 2]
 
 
 def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +282,150 @@ def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyP
     assert models.prove(bench, (12,))[1] == 0
     monkeypatch.setattr(models_parts, "twin", spoiled)
     assert models.prove(bench, (12,))[1] > 0
+
+
+LAYERS = {"qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4, "qwen3_5_moe": 4}  # both kinds of layer
+
+
+class Wide(Program):
+    """The references in float64."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64
+
+
+WIDE = Wide("aligned", "cpu", "float64", key_segments=KEY_SEGMENTS["cpu"])
+
+
+def bench_of(arch: str, rival: Program | None = None) -> models.Bench:
+    config, trainer, server = common.geometry(arch, "tiny", LAYERS[arch])
+    source = trainer.from_config(config, device="cpu")
+    return models.Bench(arch, "tiny", config, ALIGNED, rival, source, trainer, server, common.Budget(99), common.Recorder(None, {}))
+
+
+@torch.no_grad()
+def widened(bench: models.Bench) -> Any:
+    """The bench's trainer over the references in float64: BF16 parameters widened, FP32 ones FP32."""
+    with torch.device("meta"):
+        model = bench.trainer(bench.config, WIDE)
+    state = bench.source.state_dict()
+    model.load_state_dict({n: p.double() if p.dtype == torch.bfloat16 else p for n, p in state.items()}, assign=True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+@torch.no_grad()
+def test_the_float64_model_is_the_references_in_float64(arch: str) -> None:
+    """Up to the FP32 cosines of a rotation's table. One BF16 step in one vector is seen."""
+    bench = bench_of(arch)
+    ids = torch.randint(bench.config.vocabulary, (150,), generator=torch.Generator().manual_seed(1))
+    seen: list[str] = []
+    with ours.watch(lambda contract, arguments, result: seen.append(contract.name)):
+        found = next_log_prob(float64_of(bench.source).logits(ids), ids)
+    assert not seen and found.dtype == torch.float64, "torch alone"
+    model, bounds = widened(bench), torch.tensor([0, 150])
+    wanted = model.score(ids, bounds)[:-1]
+    assert wanted.dtype == torch.float64 and wanted.std() > 0.1
+    assert (found - wanted).abs().max() < 2e-6
+    weight = model.model.layers[0].post_norm.weight
+    weight.mul_(1 + 2**-8)
+    assert (model.score(ids, bounds)[:-1] - found).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_the_float64_model_stays_on_its_device(arch: str) -> None:
+    """On `meta` every operation that meets a tensor of another device raises."""
+    config, trainer, _ = common.geometry(arch, "tiny", LAYERS[arch])
+    with torch.device("meta"):
+        model = trainer(config, ALIGNED)
+    assert float64_of(model).logits(torch.zeros(70, dtype=torch.long, device="meta")).shape == (70, config.vocabulary)
+
+
+def test_weights_are_widened_one_by_one() -> None:
+    source = bench_of("qwen3_5").source
+    wide = Widened(source)
+    assert list(wide) == [name for name, _ in source.named_parameters()] and len(wide) == len(list(wide))
+    for name, parameter in source.named_parameters():
+        assert wide[name].dtype == torch.float64 and torch.equal(wide[name].to(parameter.dtype), parameter)
+        assert wide[name] is not wide[name]
+
+
+def one_step_off(model: Any) -> Any:
+    """Every matrix of layer 0 one BF16 step further from zero."""
+    for name, parameter in list(model.model.layers[0].named_parameters()):
+        if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
+            at, _, leaf = name.rpartition(".")
+            moved = (parameter.detach().view(torch.int16) + 1).view(torch.bfloat16)
+            setattr(model.model.layers[0].get_submodule(at), leaf, torch.nn.Parameter(moved, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_accuracy_against_float64(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row, twice the same; with weights one BF16 step off in one layer the error is larger, in a mixture that of the same experts."""
+    bench = bench_of(arch)
+    bench.row("decode", {"aligned": 100.0}, 8)
+    models_accuracy.accuracy(bench, 70)
+    models_accuracy.accuracy(bench, 70)
+    bench.row("decode", {"aligned": 100.0}, 8)
+    before, row, again, after = bench.record.rows
+    assert row == again and (row["what"], row["tokens"], row["rival"]) == ("accuracy", 70, None)
+    assert 1e-4 < row["error_vs_fp64"] < 0.1 and row["rival_error_vs_fp64"] is None and row["max_error_vs_fp64"] > 1e-3
+    assert "error_vs_fp64" not in before and after["error_vs_fp64"] == pytest.approx(row["error_vs_fp64"], rel=1e-4)
+    assert after["rival_error_vs_fp64"] is None and models.lines([row]) == models.lines([])
+    whole = models_accuracy.twin
+    monkeypatch.setattr(models_accuracy, "twin", lambda *given: one_step_off(whole(*given)))
+    models_accuracy.accuracy(bench, 70)
+    spoiled = bench.record.rows[-1]
+    if bench.config.experts:
+        kept = "same_experts_error_vs_fp64"
+        assert row["routed"] == 70 * LAYERS[arch] and row["rerouted"] < row["routed"] // 4 and row["rerouted"] != spoiled["rerouted"]
+        assert 1e-4 < row[kept] < spoiled[kept]
+        assert row["error_vs_fp64"] > 2 * row[kept] if row["rerouted"] else row["error_vs_fp64"] == row[kept]
+    else:
+        assert "routed" not in row and spoiled["error_vs_fp64"] > row["error_vs_fp64"]
+
+
+def test_accuracy_of_a_rival_stands_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("qwen3_moe", rival=ALIGNED)
+    whole, calls = models_accuracy.twin, []
+
+    def second_spoiled(*given: Any) -> Any:
+        calls.append(given)
+        return whole(*given) if len(calls) == 1 else one_step_off(whole(*given))
+
+    monkeypatch.setattr(models_accuracy, "twin", second_spoiled)
+    models_accuracy.accuracy(bench, 70)
+    bench.row("score", {"aligned": 100.0, "unaligned": 80.0}, 8)
+    row, scored = bench.record.rows
+    assert row["rival"] == "unaligned" and row["rival_error_vs_fp64"] > row["error_vs_fp64"] > 0
+    assert row["rival_max_error_vs_fp64"] != row["max_error_vs_fp64"] and row["rival_rerouted"] != row["rerouted"]
+    assert row["rival_same_experts_error_vs_fp64"] > row["same_experts_error_vs_fp64"] > 0
+    assert all(scored[key] == row[key] for key in ("error_vs_fp64", "rival_error_vs_fp64"))
+
+
+def test_a_rival_that_can_t_score_is_named_in_the_row_of_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("qwen3", rival=ALIGNED)
+    whole, calls = models_accuracy.log_prob_of, []
+
+    def fails(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) != 1:
+            raise RuntimeError("no kernel\nfor this")
+        return whole(*given)
+
+    monkeypatch.setattr(models_accuracy, "log_prob_of", fails)
+    models_accuracy.accuracy(bench, 20)
+    row = bench.record.rows[0]
+    assert row["error_vs_fp64"] > 0 and row["rival_error_vs_fp64"] is None and row["failed"] == {"unaligned": "RuntimeError: no kernel"}
+    with pytest.raises(RuntimeError, match="no kernel"):  # ours
+        models_accuracy.accuracy(bench, 20)
+
+
+def test_a_document_of_one_token_has_nothing_to_score(capsys: pytest.CaptureFixture[str]) -> None:
+    assert models.main(["qwen3", "--device", "cpu", "--smoke", "--tokens", "1"]) == 2
+    assert "--tokens 1:" in capsys.readouterr().err
 
 
 def test_a_twin_shares_its_parameters() -> None:
@@ -421,20 +620,82 @@ def test_rows_come_as_they_are_measured_with_the_zoo_s_speed_over_each(tmp_path:
     assert "zoo over stock fa3" in race.summary(MEASURES)
 
 
-def test_a_contender_that_is_late_stands_still_and_is_measured_last(tmp_path: Path) -> None:
-    race, path, _ = a_race(tmp_path)
-    late = FakeEntrant("deterministic fa3", SPEEDS, late=40)
-    race.together([FakeEntrant("zoo", SPEEDS, late=3), FakeEntrant("stock fa3", SPEEDS), late], MEASURES)
-    asked = [line for line in late.log if line not in ("pause", "resume")]
-    assert late.log[:3] == ["start", "pause", "resume"] and asked == ["start", *SPEEDS]
-    assert [row["contender"] for row in rows_of(path)[-len(MEASURES) :]] == ["deterministic fa3"] * len(MEASURES)
+class Starting(FakeEntrant):
+    """Ready after so many seconds, not counting those in which it stands still; the race's clock runs while one is measured."""
+
+    def __init__(self, name: str, after: float, now: list[float], field: list[Starting]) -> None:
+        super().__init__(name, dict(SPEEDS), took=4.0)
+        self.after, self.now, self.field = after, now, field
+        field.append(self)
+
+    @property
+    def state(self) -> str:
+        return "starting" if self.now[0] < self.after else "ready"
+
+    def ask(self, measure: engines.Measure, seconds: float) -> dict[str, Any]:
+        late = [e for e in self.field if e.state == "starting"]
+        assert self not in late, "nobody answers who still starts"
+        self.now[0] += 5.0
+        for entrant in late:
+            entrant.after += 5.0 if entrant.still else 0.0
+        self.speeds["1x128"] = 90.0 if late else 180.0  # the host compiles: one request is slow
+        return super().ask(measure, seconds)
+
+
+def measured(race: sglang.Race, now: list[float], **after: float) -> list[tuple[str, str]]:
+    """(contender, measure) in order, of a race between contenders that need so many seconds to start."""
+    field: list[Starting] = []
+    for name, seconds in after.items():
+        Starting(name if name == "zoo" else f"{name} fa3", seconds, now, field)
+    race.together(field, MEASURES)
+    return [(row["contender"].split()[0], row["what"]) for row in race.record.rows if "failed" not in row]
+
+
+def test_who_is_late_stands_still_and_is_measured_beside_the_others_again(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=500, turns=2)
+    found = measured(race, now, zoo=100, stock=80, deterministic=150)
+    assert [name for name, what in found if what == "prefill"] == [
+        "zoo", "stock", "stock", "zoo", "deterministic", "zoo", "stock", "stock", "zoo", "deterministic",
+    ]  # fmt: skip
+    assert {found["1x128"] for found in race.best.values()} == {180.0}, "the noisy window gave nobody its number"
+    assert [race.zoo_over(name, MEASURES[-1]) for name in ("stock fa3", "deterministic fa3")] == [1.0, 1.0]
+
+
+def test_nothing_is_compared_before_the_zoo_and_stock_are_there(tmp_path: Path) -> None:
+    for late in ("zoo", "stock"):
+        race, _, now = a_race(tmp_path, seconds=500)
+        found = measured(race, now, **{"zoo": 20, "stock": 20, late: 400})
+        assert found[0] == ({"zoo": "stock", "stock": "zoo"}[late], "64x128"), "once, in case the other never comes"
+        assert [name for name, what in found[1:] if what == "64x128"] == ["zoo", "stock"] and len(found) == 9
+        assert race.zoo_over("stock fa3", MEASURES[-1]) == 1.0
+
+
+def test_engines_slower_than_the_first_wait_are_measured_all_the_same(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=140)
+    found = measured(race, now, zoo=103, stock=106, deterministic=138)
+    assert found[:3] == [("zoo", "64x128"), ("zoo", "64x128"), ("stock", "64x128")] and race.zoo_over("stock fa3", MEASURES[0]) == 1.0
+    for after in (100, 134, 137):
+        for name in ("zoo", "stock", "deterministic"):
+            race, _, now = a_race(tmp_path, seconds=140)
+            found = measured(race, now, **{"zoo": 999, "stock": 999, "deterministic": 999, name: after})
+            assert found and {who for who, _ in found} == {name}, f"{name}, ready after {after} s of 140"
+
+
+def test_stock_and_the_zoo_go_before_a_deterministic_one(tmp_path: Path) -> None:
+    race, _, now = a_race(tmp_path, seconds=300)
+    found = measured(race, now, zoo=205, stock=210, deterministic=170)
+    assert [name for name, what in found if what == "64x128"] == ["deterministic", "zoo", "stock", "deterministic"]
+    race, _, now = a_race(tmp_path, seconds=400)
+    found = measured(race, now, zoo=20, stock=30, eager=280, deterministic=245)
+    assert [name for name, what in found if what == "64x128"] == ["zoo", "stock", "eager", "deterministic", "zoo", "stock"]
 
 
 def test_a_contender_that_never_comes_leaves_the_others_their_rows(tmp_path: Path) -> None:
     race, path, now = a_race(tmp_path, seconds=300)
     race.together([FakeEntrant("zoo", SPEEDS, late=1 << 30), FakeEntrant("stock fa3", SPEEDS, took=2.0)], MEASURES)
     rows = rows_of(path)
-    assert [row["contender"] for row in rows] == ["stock fa3"] * 4 + ["zoo"] and "budget" in rows[-1]["failed"]
+    assert [row["contender"] for row in rows] == ["stock fa3"] * 5 + ["zoo"] and "budget" in rows[-1]["failed"]
+    assert rows[0]["what"] == rows[1]["what"] == "64x128", "once before the zoo was waited for"
     assert 290 < now[0] < 310
 
 

@@ -81,7 +81,7 @@ def qualify(
     again: Annotated[bool, typer.Option("--again", help="also what already has a verdict")] = False,
     store: Store = None,
 ) -> None:
-    """Admit providers on this GPU and toolchain, or put an outside kernel through laws, gradient and benchmark."""
+    """Admit providers on this GPU and toolchain, or put an outside kernel through laws, numbers, gradient and benchmark."""
     from zoo.verify import run
 
     if not run.qualify(_console(), op, kernel, device, arch, size, again, store):

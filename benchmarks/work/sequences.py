@@ -133,7 +133,7 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         name = f"{model} {key_heads}/{value_heads} heads of {key_dim}"
         flops, state_bytes = 4.0 * rows * value_heads * key_dim * value_dim, 4.0 * rows * value_heads * key_dim * value_dim
         if rows >= PREFILL:
-            for length in (rows, SHORT):
+            for length in (rows, SHORT) if rows > SHORT else (rows,):
                 yield _prefill_delta(place, name, operands, flops, length)
             continue
         memory = DeltaMemory(1, rows + 1, key_heads, value_heads, key_dim, value_dim, 8, torch.bfloat16, place.device)
@@ -202,7 +202,7 @@ def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops:
 
     def law() -> None:
         full = ops.gated_delta(*operands, None, packed, program=place.ours)[last:]
-        for some in (1, min(129, rows - last), rows - last - 1):
+        for some in (1, min(129, rows - last), max(1, rows - last - 1)):
             alone = Rows.packed(torch.tensor([0, some], device=place.device))
             part = ops.gated_delta(*(t[last : last + some] for t in operands), None, alone, program=place.ours)
             assert_same_bytes(part, full[:some], f"row law, the first {some} of the last {rows - last} rows")

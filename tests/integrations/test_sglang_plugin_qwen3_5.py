@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
+from zoo.common import serving as common_serving
 from zoo.common.delta_memory import DeltaMemory
 from zoo.common.rows import Rows
+from zoo.qwen3 import SIZES as QWEN3_SIZES
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.sglang_plugin import loading, memory, options, slots, states
 from zoo.sglang_plugin.loading import load
@@ -52,9 +55,9 @@ class Server:
         self.builder = memory.StepBuilder(self.table, PAGE, SEGMENT, POSITIONS)
         self.prefills: memory.PrefillSteps | None = None
 
-    def pad(self, steps: type[memory.PrefillSteps] = memory.PrefillSteps) -> None:
-        """Prefills run padded from now on, as captured ones do."""
-        self.prefills = steps(self.builder, SEGMENT, 256, "cpu")
+    def pad(self, steps: type[memory.PrefillSteps] = memory.PrefillSteps, most: int = 256) -> None:
+        """Prefills run padded from now on, as captured ones of up to `most` rows do."""
+        self.prefills = steps(self.builder, SEGMENT, most, "cpu")
         self.prefills.replays = {
             count: lambda s=step: self.run(s.padded.ids_R, s.step)  # type: ignore[misc]
             for count, step in self.prefills.steps.items()
@@ -261,18 +264,28 @@ def first_difference(one: list[tuple[Tensor, list[Tensor]]], two: list[tuple[Ten
     return None
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str) -> None:
+def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large: by those beyond PREFILL_ROWS, up to a chunk of 150 rows."""
+    if large:
+        monkeypatch.setattr(common_serving, "PREFILL_ROWS", (8,))
+        monkeypatch.setattr(common_serving, "PREFILL_STRIDE", 16)
     serving, _ = twins(kind)
     plain, padded = Server(serving), Server(serving)
-    padded.pad()
+    padded.pad(most=150 if large else 256)
     wanted = pushed(plain)
     assert wanted[0][0].isfinite().all() and first_difference(wanted, pushed(padded)) is None
+    prefills = padded.prefills
+    assert prefills is not None and prefills.pushed == 140 + (0 if large else 45) + 64 + 4  # 45 of 56 rows are too few
+    assert [*prefills.steps] == ([8, *range(24, 150, 16), 150] if large else [64, 128, 256])
+    for static in prefills.steps.values():
+        assert len(static.step.request_N) == len(static.padded.rows.lengths_N) == len(static.padded.table_NB)
     pages = (t[0] for t in (*padded.pool.pages.k_pages, *padded.pool.pages.v_pages))
     states = (t[:, 0] for t in of_length_0(padded.delta))
     assert all(t.isfinite().all() for t in (*pages, *states))
     leaking = Server(serving)
-    leaking.pad(LivePadding)
+    leaking.pad(LivePadding, 150 if large else 256)
     assert first_difference(wanted, pushed(leaking)) == 0
 
 
@@ -360,12 +373,24 @@ def wrapped(config: Qwen35Config) -> dict[str, Any]:
 PUBLISHED = {"4b": wrapped(SIZES["4b"]), "35b-a3b": wrapped(MOE_SIZES["35b-a3b"])}
 
 
+def resolution(default: int, seen: list[Any] | None = None) -> Callable[[Any], None]:
+    """A stand-in of what SGLang does with its options: a chunk that was not given becomes the default of this GPU."""
+
+    def resolve(args: Any) -> None:
+        if seen is not None:
+            seen.append((args, args.chunked_prefill_size, args.page_size))
+        if args.chunked_prefill_size is None:
+            args.chunked_prefill_size = default
+
+    return resolve
+
+
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "read_config", lambda path, revision: PUBLISHED[size])
     stand_in_sglang(monkeypatch)
     args = arguments()
-    options.around_resolution(lambda a: None, args)
+    options.around_resolution(resolution(8192), args)
     assert (args.page_size, args.chunked_prefill_size, args.max_running_requests) == (80, 8960, 64)
     assert args.disable_radix_cache is True and args.model_config_parser == "zoo"
     given = arguments(chunked_prefill_size=560, max_running_requests=16)
@@ -374,6 +399,29 @@ def test_stand_in_the_one_option_implies_what_a_state_needs(size: str, monkeypat
     whole = arguments(chunked_prefill_size=-1)
     options.imply(whole, PUBLISHED[size])
     assert whole.chunked_prefill_size == -1
+
+
+@pytest.mark.parametrize(("default", "chunk"), [(2048, 2240), (4096, 4480), (8192, 8960), (16384, 17920), (100, 560), (-1, -1)])
+def test_stand_in_chunks_are_sglangs_own_with_room_for_whole_pages(default: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "read_config", lambda path, revision: PUBLISHED["4b"])
+    stand_in_sglang(monkeypatch)
+    args = arguments()
+    seen: list[Any] = []
+    options.around_resolution(resolution(default, seen), args)
+    # SGLang is asked by a copy, then resolves the options with their chunk
+    (asked, before, page), (final, given, _) = seen
+    assert asked is not args and (before, page) == (None, 80) and final is args and given == args.chunked_prefill_size == chunk
+    assert chunk < 0 or (chunk % 80 == 0 and chunk >= default)
+    seen.clear()
+    explicit = arguments(chunked_prefill_size=240)
+    options.around_resolution(resolution(default, seen), explicit)
+    assert [given for _, given, _ in seen] == [240] and explicit.chunked_prefill_size == 240
+    # pages of a power of two: SGLang's own as it is
+    monkeypatch.setattr(options, "read_config", lambda path, revision: QWEN3_SIZES["8b"].to_hf())
+    seen.clear()
+    plain = arguments()
+    options.around_resolution(resolution(default, seen), plain)
+    assert [given for _, given, _ in seen] == [None] and plain.chunked_prefill_size == default
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,15 @@ def checkpoints(folder: Path) -> dict[str, Path]:
     return made
 
 
+def wide_heads(folder: Path) -> Path:
+    """As `checkpoints` of a family with state, whose heads want pages that are no power of two."""
+    from zoo.verify.subject import config_of
+
+    (folder / "wide").mkdir()
+    (folder / "wide" / "config.json").write_text(json.dumps(config_of("qwen3_5", "4b", None).to_hf()))
+    return folder / "wide"
+
+
 def model_classes(folders: dict[str, Path]) -> dict[str, str]:
     """Which class each checkpoint gets: by its own configuration, or by the one that the plugin's parser shows SGLang."""
     from sglang.srt.configs import model_config_parser_registry as parsers
@@ -147,7 +156,7 @@ def sentence(**given: Any) -> str | None:
     return None
 
 
-def options_of(folders: dict[str, Path]) -> dict[str, Any]:
+def options_of(folders: dict[str, Path], wide: Path) -> dict[str, Any]:
     """What one option implies, and what is refused, in SGLang's own ServerArgs."""
     import torch
 
@@ -173,17 +182,20 @@ def options_of(folders: dict[str, Path]) -> dict[str, Any]:
         other = started(**given | {"attention_backend": "torch_native"})
     assert len(seen) == len(made), f"{len(made)} ServerArgs were resolved, the plugin's hook checked {len(seen)}"
     implied = ("attention_backend", "page_size", "grammar_backend", "chunked_prefill_size", "model_config_parser", "max_running_requests")
-    fresh = seen[0]
+    views, fresh = dict(zip(made, seen, strict=True)), seen[0]
     by_default = [r.field for r in kept if hasattr(fresh, r.field) and getattr(fresh, r.field) not in r.served and r.field != "device"]
     sent = pickle.loads(pickle.dumps(made["qwen3"]))
     before = options.resolved(sent).page_size
     if hasattr(sent, "resolve_once"):
         sent.resolve_once()  # as SGLang does in every child process
+    for chunk in (None, 240, -1):
+        started(**given | {"model_path": str(wide), "chunked_prefill_size": chunk})
     return {
         "refused": refused,
-        "implied": {arch: {name: getattr(view, name) for name in implied} for arch, view in zip(made, seen, strict=True)},
+        "implied": {arch: {name: getattr(view, name) for name in implied} for arch, view in views.items()},
         "prefill_graphs": str(fresh.cuda_graph_config.prefill.backend),
         "marked": [bool(getattr(args, options.CHECKED, False)) for args in (*made.values(), sent, other)],
+        "wide_chunks": [(view.page_size, view.chunked_prefill_size) for view in seen[-3:]],
         "kept_by_a_child": (before, options.resolved(sent).page_size),
         "warned": sum("the zoo's bytes were compared on a GPU with" in str(w.message) for w in said),
         "refused_by_default": by_default,
@@ -221,7 +233,7 @@ def report() -> dict[str, Any]:
     nowhere = (CONTRACTS[0][0], CONTRACTS[0][1], ("step",))
     with tempfile.TemporaryDirectory() as folder:
         folders = checkpoints(Path(folder))
-        classes, options = model_classes(folders), options_of(folders)
+        classes, options = model_classes(folders), options_of(folders, wide_heads(Path(folder)))
     return {
         "version": sglang.__version__,
         "hooks": len(hooks),
@@ -277,6 +289,9 @@ def test_one_option_implies_the_rest_and_refuses_in_one_sentence(found: dict[str
         assert (implied["attention_backend"], implied["grammar_backend"]) == ("zoo", "none"), arch
         assert implied["chunked_prefill_size"] % implied["page_size"] == 0, arch
         assert (implied["model_config_parser"], implied["max_running_requests"]) == (("zoo", 64) if "3_5" in arch else ("auto", None)), arch
+    # pages of 80 widen what SGLang takes on this machine by itself; what is given stays
+    default = options["implied"]["qwen3_5"]["chunked_prefill_size"]
+    assert default % 512 == 0 and options["wide_chunks"] == [[80, default // 512 * 560], [80, 240], [80, -1]]
     assert options["prefill_graphs"] == "disabled"
     # the last: another backend, which is left alone
     assert options["marked"] == [True] * len(options["implied"]) + [True, False]

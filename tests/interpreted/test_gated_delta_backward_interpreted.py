@@ -29,6 +29,7 @@ NAMES = (*OPERANDS, "initial")
 LENGTHS = [1, 63, 64, 65, 130]
 FP32_FAR = 1e-5
 BF16_FAR = 0.005  # one rounding of a gradient is 0.0017, those of the operands are several such
+FORGETFUL_FAR = 2**-24  # of all that is added and taken away again: a rounding of FP32
 SUM_FAR = 0.01  # of log_decay's and the initial states', which a few sums that nearly cancel can decide
 
 
@@ -87,6 +88,7 @@ def far(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> dict[str, floa
         ([130, 3], (2, 2), 64, 0.05),
         ([66, 64], (1, 3), 16, 0),
         ([70], (1, 2), 128, 0.002),
+        ([128], (1, 2), 16, 0.3),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,18 +96,21 @@ def far(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> dict[str, floa
 def test_backward_is_the_float64_one(lengths: list[int], heads: tuple[int, int], width: int, decay: float, dtype: torch.dtype) -> None:
     """Decay 0: heads that keep everything and that forget at once, beta near 0 and near 1."""
     args, (grad, final, initial) = made(lengths, heads, width, decay, dtype)
-    most = FP32_FAR if dtype == torch.float32 else BF16_FAR
+    most = dict.fromkeys(NAMES, FP32_FAR if dtype == torch.float32 else BF16_FAR)
+    if dtype == torch.bfloat16:
+        most |= dict.fromkeys(("log_decay_RV", "initial"), SUM_FAR)
     found, wanted = by(kernels_backward, args, grad, final, initial), in_float64(args, grad, final, initial)
     off = far(found, wanted)
     print({name: f"{value:.1e}" for name, value in off.items()})
-    for name, value in off.items():
-        assert value < (SUM_FAR if dtype == torch.bfloat16 and name in ("log_decay_RV", "initial") else most), off
+    assert all(off[name] < most[name] for name in NAMES), off
     assert [t.dtype for t in found] == [dtype] * 3 + [torch.float32] * 3
-    # controls: other documents, another upstream gradient
+    # controls, seen by each name alone: half the decay, other documents, no gradient of the final states, which q's has no part in
+    halved = far(found, in_float64({**args, "log_decay_RV": args["log_decay_RV"] / 2}, grad, final, initial))
+    assert all(halved[name] > most[name] for name in NAMES), halved
     if len(lengths) > 1:
-        mixed = {**args, "lengths": [sum(lengths)]}
-        assert far(found, (*in_float64(mixed, grad, None, None)[:5], wanted[5]))["v_RVE"] > 10 * most
-    assert min(far(found, in_float64(args, -grad, final, initial)).values()) > 10 * most
+        assert min(far(found, in_float64({**args, "lengths": lengths[::-1]}, grad, final, initial)).values()) > 0.1
+    without = far(found, in_float64(args, grad, None, initial))
+    assert without["q_RHK"] < most["q_RHK"] and min(without[name] for name in NAMES if name not in ("q_RHK", "initial")) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,6 +124,49 @@ def test_no_states_and_the_same_bytes_twice(dtype: torch.dtype) -> None:
     assert max(off.values()) < most, off  # here of the sums too
     assert off["v_RVE"] < 0.0022, off  # little more than its own rounding; 0.0026 with one operand in place of `_fine`'s two
     assert far(found, in_float64(args, grad, final, None))["v_RVE"] > 10 * most  # control: with the final states' gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
+def test_a_head_that_forgets_at_once(dtype: torch.dtype) -> None:
+    """Its decays' gradient, sums that cancel, vanishes but for FP32's roundings: each head by the size of its own terms."""
+    args, (grad, _, _) = made([65, 2], (2, 2), 16, 0.05, dtype)
+    args["log_decay_RV"][:, 0] = -80
+    found, wanted = by(kernels_backward, args, grad, None, None), in_float64(args, grad, None, None)
+    terms = (args["q_RHK"].double() * wanted[0]).abs().sum((0, 2))  # of a head: the sums are of at most so much
+    off = (found[3].double() - wanted[3]).abs().amax(0) / terms
+    print([f"{x:.1e}" for x in off.tolist()])
+    assert wanted[3][:, 0].abs().max() < 1e-30 and off[0] < FORGETFUL_FAR
+    assert (found[3].double() - wanted[3])[:, 1].norm() < (FP32_FAR if dtype == torch.float32 else SUM_FAR) * wanted[3][:, 1].norm()
+    # the control: a head that keeps exp(-8) of a row
+    args["log_decay_RV"][:, 0] = -8
+    assert (found[3].double() - in_float64(args, grad, None, None)[3]).abs().amax(0)[0] > 10 * FORGETFUL_FAR * terms[0]
+
+
+@pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
+def test_operands_of_any_strides() -> None:
+    """Rows of wider ones, heads that don't follow each other, gates and states transposed, an expanded gradient in FP32: equal bytes."""
+    args, (_, final, initial) = made([65, 2], (2, 2), 16, 0.05, torch.bfloat16)
+    ones = torch.full((1, 1, 16), 1.0078125).expand(67, 2, 16)  # BF16 has this number
+    wanted = by(kernels_backward, args, ones.to(torch.bfloat16).contiguous(), final, initial)
+
+    def turned(t: Tensor, *order: int) -> Tensor:
+        """The same numbers in memory of the axes' other order."""
+        return t.permute(order).contiguous().permute([order.index(i) for i in range(t.dim())])
+
+    wide = torch.cat([args["q_RHK"], args["q_RHK"] + 1], 2)[:, :, :16]
+    moved = {
+        "q_RHK": (wide, args["q_RHK"].flatten(1).repeat(1, 2)[:, 32:].unflatten(1, (2, 16))),
+        "k_RHK": (turned(args["k_RHK"], 1, 0, 2), turned(args["k_RHK"], 0, 2, 1)),
+        "v_RVE": (turned(args["v_RVE"], 0, 2, 1), turned(args["v_RVE"], 1, 0, 2)),
+        "log_decay_RV": (turned(args["log_decay_RV"], 1, 0),) * 2,
+        "beta_RV": (turned(args["beta_RV"], 1, 0),) * 2,
+    }
+    for way in range(2):
+        strided = {**args, **{name: ts[way] for name, ts in moved.items()}}
+        assert all(torch.equal(strided[n], args[n]) and strided[n].stride() != args[n].stride() for n in OPERANDS)
+        found = by(kernels_backward, strided, ones, *(turned(t, 0, 1, 3, 2) for t in (final, initial)))
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.usefixtures("mended_interpreter", "poisoned_empty")
@@ -152,9 +200,3 @@ def test_the_states_are_the_forwards() -> None:
     assert torch.equal(outputs(), out)
     u *= 1.01
     assert not torch.equal(outputs(), out)
-
-
-def test_widths_without_a_kernel() -> None:
-    args, states = made([66], (1, 2), 24, 0.3, torch.float32)
-    found, wanted = (by(m, args, *states) for m in (kernels_backward, backward))
-    assert all(map(torch.equal, found, wanted))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zoo.common.ops.causal_conv import kernels as conv
@@ -61,6 +62,13 @@ def test_causal_conv(carried: str, channels: int) -> None:
             close(got, conv_reference.causal_conv(x, weight, carry.roll(1, 0), slots_N, rows))
 
 
+@triton.jit
+def _first_inside(sequence_ptr, starts_ptr, first, rows, ROWS: tl.constexpr):
+    """`_all_inside` of a tile's first row alone."""
+    sequence = tl.load(sequence_ptr + first)
+    return (first + ROWS <= rows) & (first - tl.load(starts_ptr + sequence) >= 3)
+
+
 @pytest.mark.parametrize("carried", [False, True])
 def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carried: bool) -> None:
     """Tiles of 16 rows inside a document, across a start, at the end; documents that start on a tile's rows 0, 3, 13 and 14."""
@@ -71,9 +79,14 @@ def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carr
     x[50] = torch.nan  # of the third document
     carry = torch.randn(len(counts), 3, 33) if carried else None
     tiles = conv.causal_conv(x, weight, carry, None, rows)
+    with monkeypatch.context() as broken:  # the control: tiles that slide over a document's start
+        broken.setattr(conv, "_all_inside", _first_inside)
+        slid = conv.causal_conv(x, weight, carry, None, rows)
     monkeypatch.setattr(conv, "SHAPES", ((1, 512), (1, 512)))
-    assert same(tiles, conv.causal_conv(x, weight, carry, None, rows))
-    assert not same(tiles, conv.causal_conv(x, weight, torch.randn(len(counts), 3, 33), None, rows))  # the control: other carries
+    by_row = conv.causal_conv(x, weight, carry, None, rows)
+    assert same(tiles, by_row)
+    off = (slid.view(torch.int32) != by_row.view(torch.int32)).any(1).nonzero().flatten()
+    assert off.tolist() == [35, 36, 37]  # of the starts 35 alone is in a tile that begins inside a document
     close(tiles[rows.sequence_R != 2], conv_reference.causal_conv(x, weight, carry, None, rows)[rows.sequence_R != 2])
 
 

@@ -1,4 +1,4 @@
-"""What the comparisons with transformers share: its checkpoints, a float64 model of the common parts, errors and gradients by name."""
+"""What the comparisons with transformers share: its checkpoints, errors and gradients by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import zoo
+from benchmarks.models_float64 import Float64Model, float64_of, next_log_prob
 from zoo.common import ops
 from zoo.common.ops.contract import Contract
 
@@ -40,10 +41,6 @@ def whole(ids: Tensor) -> Tensor:
     return torch.tensor([0, len(ids)])
 
 
-def next_log_prob(logits_TV: Tensor, ids: Tensor) -> Tensor:
-    return logits_TV[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
 def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
@@ -58,68 +55,10 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return by_published_name(model, lambda name: parameters[name].grad)
 
 
-class Float64Model:
-    """What the architectures share, in a few lines of float64 over our parameters' names; a subclass gives `mixer`.
-
-    Cosines are of FP32 angles, as everywhere. `offset` is what a norm adds to its weight.
-    """
-
-    offset = 0.0
-    renormalise = True
-
-    def __init__(self, model: Any) -> None:
-        self.config: Any = model.config
-        self.p = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-        self.routes: list[Tensor] = []
-
-    def mixer(self, x: Tensor, layer: int) -> Tensor:
-        raise AssertionError("written by each architecture")
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config.eps) * (self.offset + weight)
-
-    def rotated(self, x_THE: Tensor, width: int) -> Tensor:
-        """The first `width` columns of each head turned by its row's position."""
-        half = width // 2
-        frequency = 1.0 / self.config.theta ** (torch.arange(0, width, 2).float() / width)
-        angle = (torch.arange(x_THE.shape[0]).float()[:, None] * frequency).double()[:, None]
-        a, b = x_THE[..., :half], x_THE[..., half:width]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), x_THE[..., width:]], -1)
-
-    def attended(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(q_THE.shape[1] // t.shape[1], 1) for t in (k_TGE, v_TGE))
-        scores = torch.einsum("qhe,khe->hqk", q_THE, k) * q_THE.shape[-1] ** -0.5
-        future = torch.ones(len(q_THE), len(q_THE), dtype=torch.bool).triu(1)
-        return torch.einsum("hqk,khe->qhe", scores.masked_fill(future, -torch.inf).softmax(-1), v)
-
-    def swiglu(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = (x @ gate_up.T).chunk(2, -1)
-        return (nn.functional.silu(gate) * up) @ down.T
-
-    def mlp(self, x: Tensor, at: str) -> Tensor:
-        if not self.config.experts:
-            return self.swiglu(x, self.p[f"{at}.gate_up.weight"], self.p[f"{at}.down.weight"])
-        probabilities = (x @ self.p[f"{at}.router.weight"].T).softmax(-1)
-        weights, chosen = probabilities.topk(self.config.experts_per_token, -1)
-        self.routes.append(chosen)
-        weights = weights / weights.sum(-1, keepdim=True) if self.renormalise else weights
-        share = torch.zeros_like(probabilities).scatter(1, chosen, weights)
-        gate_up, down = self.p[f"{at}.experts.gate_up"], self.p[f"{at}.experts.down"]
-        return sum(share[:, e, None] * self.swiglu(x, gate_up[e], down[e]) for e in range(self.config.experts))
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.p["model.embed.weight"][ids]
-        for i in range(self.config.layers):
-            at = f"model.layers.{i}"
-            x = x + self.mixer(self.norm(x, self.p[f"{at}.input_norm.weight"]), i)
-            x = x + self.mlp(self.norm(x, self.p[f"{at}.post_norm.weight"]), f"{at}.mlp")
-        return self.norm(x, self.p["model.norm.weight"])
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return self.head(self.hidden(ids))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.p["model.embed.weight" if self.config.tied else "model.head.weight"].T
+def leaves(exact: Float64Model) -> Float64Model:
+    """The same with all its weights held, as autograd's leaves."""
+    exact.p = {name: weight.requires_grad_() for name, weight in exact.p.items()}
+    return exact
 
 
 def assert_parity(model: Any, path: Path, other: Path, ids: Tensor, bound: float) -> None:
@@ -147,9 +86,9 @@ def assert_packed_parity(model: Any, reference: Any, documents: list[Tensor], bo
 class Run:
     """One BF16 checkpoint through ours, theirs and float64: final rows, log-probabilities, and where all sent rows to the same experts."""
 
-    def __init__(self, path: Path, ids: Tensor, exact: type[Float64Model]) -> None:
+    def __init__(self, path: Path, ids: Tensor) -> None:
         self.ids, self.ours, self.theirs = ids, zoo.load(path, device="cpu"), theirs(path, torch.bfloat16)
-        self.exact = exact(self.ours)
+        self.exact = leaves(float64_of(self.ours))
         routes: list[Tensor] = []
         for layer in self.theirs.model.layers if self.ours.config.experts else ():
             layer.mlp.gate.register_forward_hook(lambda module, inputs, output: routes.append(output[2]))

@@ -248,6 +248,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
         lambda f: (f / "model-00001-of-00004.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}"),
         "truncated or no safetensors",
     ),
+    "empty": (
+        lambda f: (f / "model-00001-of-00004.safetensors").write_bytes(b""),
+        "is truncated or no safetensors file: it has 0 bytes, the length of its header alone takes 8",
+    ),
     "no safetensors": (
         lambda f: (f / "model-00001-of-00004.safetensors").write_bytes(b"<html>not found</html>"),
         "no safetensors file",

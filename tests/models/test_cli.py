@@ -119,7 +119,9 @@ def test_differing_bytes_exit_1_and_leave_a_reproduction(
         [sys.executable, str(folder / "reproduce.py")], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 1 and f"{first['elements']} of 512 output elements differ" in done.stdout, done.stderr
-    assert "First divergence" in page.read_text()
+    other = "prefill in odd chunks, shuffled pages of 128, NaN in dead pages."
+    assert f"<h2>First divergence</h2><p>The packed batch of training was compared with {other}</p>" in page.read_text()
+    assert f": the packed batch of training against {other}" in (folder / "reproduce.py").read_text()
 
 
 GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
@@ -162,9 +164,11 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("map", "deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
         (("qualify", "--op", "conv9"), "there is no op 'conv9'"),
         (("qualify", "--kernel", "a:b"), "--kernel needs --op"),
-        (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "No module named 'absent'"),
+        (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "finds modules of the current folder"),
         (("qualify", "--size", "8b"), "--size needs --arch"),
         (("bench", "cakes"), "there is no benchmark 'cakes'"),
+        (("bench", "ops", "--device", "cpu"), "--device cpu runs references on a wall clock: add --smoke"),
+        (("bench", "ops", "cakes"), "there is no op 'cakes'"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -353,6 +353,9 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "eos text": ({"eos_token_id": "2"}, "eos_token_id must be token ids of at least 0, it is '2'"),
     "eos fraction": ({"eos_token_id": [2.5]}, "eos_token_id must be token ids"),
     "eos bool": ({"eos_token_id": True}, "eos_token_id must be token ids"),
+    "dropout": ({"attention_dropout": 0.1}, r"attention_dropout 0\.1 is not supported, only 0\.0"),
+    "no dropout": ({"attention_dropout": None}, r"attention_dropout None is not supported, only 0\.0"),
+    "routers' loss": ({"output_router_logits": True}, "output_router_logits True is not supported, only False"),
     "eos outside": ({"eos_token_id": [2, 512]}, "eos_token_id 512 is outside the vocabulary of 512"),
 }
 
@@ -365,6 +368,29 @@ def test_a_contradictory_or_absurd_config_is_refused(made: Any, name: str) -> No
     change, sentence = BAD_FIELDS[name]
     with pytest.raises(ValueError, match=sentence):
         made.from_hf({**fields, **change})
+
+
+@pytest.mark.parametrize("size", [SIZES["tiny"], MOE_SIZES["tiny"], SIZES_35["tiny"], MOE_35["tiny"]], ids=lambda c: c.model_type)
+def test_what_training_would_change_is_refused_and_loads_as_published(size: Any) -> None:
+    fields, made = size.to_hf(), type(size)
+    published = {"attention_dropout": 0.0, "output_router_logits": False, "router_aux_loss_coef": 0.001, "use_cache": True}
+    assert made.from_hf({**fields, **published}) == made.from_hf({**fields, "attention_dropout": 0}) == size
+    for name, value in {"attention_dropout": 0.1, "output_router_logits": True}.items():
+        with pytest.raises(ValueError, match=f"{name} {value} is not supported, only"):
+            made.from_hf({**fields, **published, name: value})
+    for name in ("hidden_dropout", "layerdrop", "pretraining_tp"):
+        with pytest.raises(ValueError, match=f"unknown fields {name}=2"):
+            made.from_hf({**fields, name: 2})
+
+
+@pytest.mark.parametrize("size", [SIZES["0.6b"], SIZES_35["tiny"]], ids=lambda c: c.model_type)
+def test_no_config_has_an_end_outside_its_vocabulary(size: Any) -> None:
+    last = max(size.eos)
+    assert replace(size, vocabulary=last + 1).eos == size.eos
+    with pytest.raises(ValueError, match=f"eos_token_id {last} is outside the vocabulary of {last}$"):
+        replace(size, vocabulary=last)
+    with pytest.raises(ValueError, match=r"eos_token_id must be token ids of at least 0, it is \(-1,\)"):
+        replace(size, eos=(-1,))
 
 
 def test_rope_theta_may_stand_in_either_place_or_both() -> None:

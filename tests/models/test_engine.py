@@ -41,7 +41,7 @@ from zoo.common.memory import PagedMemory
 from zoo.common.ops import CONTRACTS, watch
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
-from zoo.qwen3 import Qwen3ForServing
+from zoo.qwen3 import Qwen3Config, Qwen3ForServing
 
 KINDS = ("dense", "moe")
 
@@ -315,6 +315,22 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="geometry"):
         Engine(serving("moe"), pages=4).update_weights(tmp_path / "next")
+
+
+def test_a_config_is_compared_by_its_fields(tmp_path: Path) -> None:
+    class Mine(Qwen3Config):
+        """As the family's, with somebody's own methods."""
+
+    model = serving("dense", seed=2)
+    model.save_pretrained(tmp_path / "next")
+    mine = Mine(**vars(model.config))
+    assert mine != model.config, "a dataclass compares classes"
+    served = Engine(Qwen3ForServing.from_config(mine, device="cpu"), pages=4)
+    assert served.update_weights(tmp_path / "next") == model.weights_version
+    assert served.fingerprint().program == model.fingerprint().program
+    other = Qwen3ForServing.from_config(replace(mine, theta=2 * mine.theta), device="cpu")
+    with pytest.raises(ValueError, match="is of another geometry"):
+        Engine(other, pages=4).update_weights(tmp_path / "next")
 
 
 def test_a_refused_update_changes_nothing() -> None:
@@ -597,6 +613,7 @@ def test_bad_requests_change_nothing() -> None:
         (lambda: small.add([]), "prompt is empty"),
         (lambda: small.add([1, 512]), "token id 512 is outside the vocabulary of 512"),
         (lambda: small.add([-1]), "token id -1"),
+        (lambda: small.add([1, 1 << 80]), f"token id {1 << 80} is outside the vocabulary of 512"),
         (lambda: small.add([1], SamplingParams(stop_token_ids=(600,))), "token id 600"),
         (lambda: small.add([1] * 4000, SamplingParams(max_new_tokens=97)), "4000 prompt tokens and 97 .* table of 4096"),
         (lambda: small.add([1] * 40, SamplingParams(max_new_tokens=10)), "needs 4 pages of 16 tokens, there are 3"),

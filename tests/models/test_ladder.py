@@ -15,6 +15,7 @@ import torch
 from tests.models import planted
 from zoo.verify import live, ways
 from zoo.verify.ladder import Ladder, Result
+from zoo.verify.report import page
 from zoo.verify.run import save
 from zoo.verify.samplers import Embedded
 from zoo.verify.subject import Settings, Subject, build, config_of, settings_for
@@ -63,6 +64,12 @@ def test_a_fault_in_one_engine_fails_rung_3_and_is_named(fault: Any, op: str, la
     assert first is not None and first["op"] == op and first["layer"].startswith(layer)
     assert first["elements"] > 0 and first["ulp"] > 0 and result.heat
     assert set(first) == {"layer", "op", "sequence", "position", "elements", "ulp"}
+    # the row's words name both sides, its sentence names each once
+    whats = [row.what for row in result.rows if not row.ok]
+    assert whats[0].startswith("training against prefill, pages of ")
+    assert result.names == ("the packed batch of training", whats[0].removeprefix("training against "))
+    said = page(result, [], 3, 300)
+    assert f"<p>The packed batch of training was compared with {result.names[1]}.</p>" in said
     if fault is planted.stale_page:
         assert (first["sequence"], first["position"]) == (1, planted.STALE[1])
 
@@ -140,6 +147,7 @@ def test_a_trainer_that_depends_on_its_batch_fails_rung_2() -> None:
     result = climbed(subject, (1, 2))
     verdicts = {row.what: row.ok for row in result.rows}
     assert verdicts["training forward, twice"] and not verdicts["each document alone against packed"]
+    assert result.names == ("the packed batch of training", "training, each document alone")
 
 
 def test_fresh_memory_is_poisoned() -> None:

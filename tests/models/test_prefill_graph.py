@@ -5,6 +5,7 @@ Without a GPU the static rows run through the same code again in place of a repl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from zoo.common.engine import Engine
 from zoo.common.engine.runner import Runner
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
-from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows, PrefillGraph, prefill_bucket, prefill_counts
+from zoo.common.serving import (
+    PREFILL_SEQUENCES,
+    PaddedRows,
+    PrefillGraph,
+    prefill_bucket,
+    prefill_counts,
+    prefill_padding,
+    prefill_sequences,
+)
 from zoo.qwen3 import Qwen3ForServing
 
 KINDS = tuple(MODELS)
@@ -180,7 +189,7 @@ def test_static_rows_in_numbers() -> None:
 
 def test_padding_longer_than_a_sequence_is_several() -> None:
     padded = PaddedRows(640, 256, 3, "cpu")
-    rows, empty = padded.rows, PREFILL_SEQUENCES[0]
+    rows, empty = padded.rows, PREFILL_SEQUENCES[0] + 2  # three places of padding beside the live ones
     assert rows.starts_N1.tolist() == [0, 256, 512, *[640] * (empty - 1)]
     assert rows.lengths_N.tolist() == [256, 256, 128, *[0] * (empty - 2)]
     assert rows.positions_R.tolist() == [*range(256), *range(256), *range(128)]
@@ -190,7 +199,13 @@ def test_padding_longer_than_a_sequence_is_several() -> None:
         padded.fill(torch.zeros(303), live, torch.zeros(2, 2))
     padded.fill(torch.zeros(203), Rows.pushed([3, 200], [0, 40], "cpu"), torch.zeros(2, 2))
     assert rows.starts_N1.tolist()[:6] == [0, 3, 203, 459, 640, 640] and rows.lengths_N.tolist()[:5] == [3, 240, 256, 181, 0]
-    assert PaddedRows(1100, 256, 3, "cpu").rows.lengths_N.shape[0] == PREFILL_SEQUENCES[1] + 1
+    full = PaddedRows(2048, 100, 3, "cpu")  # at most 256 rows of padding beside 32 live sequences
+    assert full.places == full.rows.lengths_N.shape[0] == PREFILL_SEQUENCES[1] + 3
+    full.fill(torch.zeros(1792), Rows.pushed([56] * 32, None, "cpu"), torch.zeros(32, 2))
+    assert full.rows.lengths_N.tolist() == [56] * 32 + [100, 100, 56] and full.rows.starts_N1.tolist()[-4:] == [1792, 1892, 1992, 2048]
+    assert full.rows.sequence_R.tolist() == [n for n, count in enumerate(full.rows.lengths_N.tolist()) for _ in range(count)]
+    with pytest.raises(AssertionError, match="no place for 301 rows"):
+        full.fill(torch.zeros(1747), Rows.pushed([55] * 31 + [42], None, "cpu"), torch.zeros(32, 2))
 
 
 def test_which_prefills_are_captured() -> None:
@@ -200,12 +215,26 @@ def test_which_prefills_are_captured() -> None:
     assert [count([n]) for n in (1, 64, 65, 512, 1000, 1024, 1025)] == [64, 64, 128, 512, 1024, 1024, None]
     assert (count([1] * 8), count([1] * 9)) == (64, None)
     assert prefill_counts(2048, 4000) == (64, 128, 256, 512, 1024, 2048, 3072, 4000) and prefill_counts(0, 4000) == ()
-    assert prefill_counts(100, 5000)[:3] == (64, 2048, 3072) and prefill_counts(2048, 128) == (64, 128)
+    # 32 sequences of 100 tokens, or of 30, are no more rows than that, whatever the chunk
+    assert prefill_counts(100, 5000) == (64, 128, 256, 512, 2048, 3072, 3200) and prefill_counts(2048, 128) == (64, 128)
+    assert (prefill_counts(30, 5000), prefill_counts(0, 5000), prefill_counts(2048, 1 << 20)[-1]) == ((64, 128), (), 1 << 16)
+    assert (count([100] * 32, length=100, most=5000), count([100] * 30, length=100, most=5000)) == (3200, 3072)
+    for length in (30, 100, 200, 2048):  # the most live sequences, the most padding; padding alone
+        for n in prefill_counts(length, 8960):
+            padded, live = PaddedRows(n, length, 3, "cpu"), prefill_sequences(n)
+            assert padded.rows.starts_N1[-1] == n and padded.rows.lengths_N.max() <= length
+            least = max(live, n - prefill_padding(n))
+            counts = [least // live + (i < least % live) for i in range(live)]
+            if max(counts) <= length:
+                padded.fill(torch.zeros(least), Rows.pushed(counts, None, "cpu"), torch.zeros(live, 3))
+                assert (
+                    padded.rows.starts_N1[-1] == n and padded.rows.lengths_N.max() <= length and padded.rows.sequence_R[-1] < padded.places
+                )
     large = [count([n // 2, n - n // 2], most=4000) for n in (1024, 1025, 1791, 1792, 2048, 2049, 3499, 3500, 4000, 4001)]
     assert large == [1024, None, None, 2048, 2048, None, None, 4000, 4000, None], "at most an eighth is padding"
     assert (count([100] * 32, most=3300), count([100] * 33, most=3300)) == (3300, None)
     assert (count([48, 5], [2000, 0]), count([49, 5], [2000, 0])) == (64, None)  # tokens 0 .. 2047 and 0 .. 2048
-    assert (count([60], length=100), count([65], length=100), count([1], length=0)) == (64, None, None)
+    assert (count([60], length=100), count([65], length=100), count([1], length=0)) == (64, 128, None)
     plain = made("qwen3", "cpu")
     assert plain.captured_length == 256  # the reference's key segment
     exact = Qwen3ForServing.from_config(plain.config, dtype=torch.float32, device="cpu", program="transformers")
@@ -248,3 +277,22 @@ def test_the_engine_takes_graphs_where_they_fit_and_no_byte_moves(kind: str, dev
             engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True, engine.scheduler.chunk_rows)
         assert drive(engine) == wanted
         assert engine.stats.graph_rows > 0 and (engine.stats.graph_rows < engine.stats.prefill_rows) == (device == "cpu")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize(("prompts", "graph_rows"), [([57] * 32, 1824), ([64] * 28, 1792), ([57] * 31, 0)])
+def test_a_whole_chunk_of_short_contexts_by_graph(kind: str, prompts: list[int], graph_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sequences as there may be, and padding of more rows than one sequence can have."""
+    family, config = MODELS[kind]
+    model = family.from_config(replace(config, positions=100), seed=1, device="cpu")
+    monkeypatch.setattr(serving, "captured", rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    draw, found = torch.Generator().manual_seed(2), []
+    ids = [torch.randint(3, 500, (count,), generator=draw) for count in prompts]
+    for graphs in (False, True):
+        engine = Engine(model, graphs=False, pages=260, page_size=16 if kind == "qwen3" else 80, chunk_rows=2048, max_batch=32)
+        if graphs:
+            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True, 2048)
+        found.append([numbers(record) for record in engine.generate(ids, SamplingParams(max_new_tokens=1), prompt_log_probs=True)])
+        assert engine.stats.prefill_rows == sum(prompts) and engine.stats.graph_rows == (graph_rows if graphs else 0)
+    assert found[0] == found[1]

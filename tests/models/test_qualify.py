@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from zoo.cli import app
 from zoo.common import ops, qualification
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear as reference_linear
+from zoo.common.ops.linear.reference import linear_backward
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
 from zoo.verify import admission, qualify
@@ -50,6 +55,28 @@ def leaky_linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype
     """A stranger's kernel whose bytes depend on the number of rows."""
     y = ops.linear(x_RK, weight_NK, program=program, out_dtype=out_dtype, k_parts=k_parts)
     return y if x_RK.shape[0] % 2 else y * (1 + 2.0**-6)
+
+
+class _WrongForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
+        ctx.save_for_backward(x_RK, weight_NK)
+        return (3 * reference_linear(x_RK, weight_NK, torch.float32, k_parts) + 1).to(out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *linear_backward(grads[0], *ctx.saved_tensors, True, True), None, None
+
+
+def wrong_forward(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    """A stranger's kernel that keeps every law and has the right gradient: 3 x W^T + 1."""
+    return _WrongForward.apply(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def other_class(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> Tensor:
+    """A stranger's kernel of another byte class: 16 chains over K, then their sum, in FP32."""
+    chains = [(x_RK[:, None, i::16].float() * weight_NK[None, :, i::16].float()).cumsum(-1)[..., -1:] for i in range(16)]
+    return torch.cat(chains, -1).cumsum(-1)[..., -1].to(out_dtype or x_RK.dtype)
 
 
 @contextmanager
@@ -163,13 +190,15 @@ def test_numbers_are_of_their_kind() -> None:
     assert near.max() < 2.0**-5 and x["normal"].std() > 0.5
 
 
-def test_a_store_of_an_older_contract_admits_nothing(store: Path) -> None:
+def test_a_store_of_an_older_contract_or_kernel_admits_nothing(store: Path) -> None:
     with candidates("fast_linear"):
         old = Verdict("linear", "fast_linear", TARGET.shape, ops.CONTRACTS["linear"].version - 1, 9)
         qualification.write(store, [old], {})
         assert chosen() == "reference"
-        qualification.write(store, [replace(old, contract_version=old.contract_version + 1)], {})
+        qualification.write(store, [today := replace(old, contract_version=old.contract_version + 1)], {})
         assert chosen() == "fast_linear"
+        qualification.write(store, [replace(today, provider_version=2)], {})  # other kernels than those of today
+        assert chosen() == "reference"
 
 
 def test_a_damaged_store_is_named(store: Path) -> None:
@@ -205,7 +234,31 @@ def test_targets_of_published_sizes() -> None:
 def test_an_outside_kernel_keeps_the_laws() -> None:
     found = qualify.put_through("linear", f"{HERE}:outside_linear", PROGRAM)
     assert found.ok and not found.broken and found.kept >= 30 and found.gradient.startswith("right")
-    assert found.equal.split()[-4] == found.equal.split()[-2] and found.benchmark and "ratio" in found.benchmark[0]
+    assert found.equal.split()[-4] == found.equal.split()[-2] and found.numbers.endswith(" in 10 of 10 cases") and not found.missed
+    (line,) = found.benchmark  # a CPU has no published shape
+    assert line.startswith("K 1024 (x_RK 33x1024, weight_NK 129x1024): ") and line.endswith("; a toy shape: these times mean nothing")
+
+
+@pytest.mark.parametrize(("kernel", "code"), [("wrong_forward", 1), ("other_class", 0)])
+def test_an_outside_kernel_s_numbers_decide(kernel: str, code: int) -> None:
+    """Laws, which hold a kernel against itself, and its gradient see nothing of a wrong forward; other bytes alone are no fault."""
+    found = qualify.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
+    assert not found.broken and found.kept >= 30 and found.gradient.startswith("right") and found.ok == (not code)
+    assert found.equal != "bytes equal to ours in 10 of 10 cases"
+    done = CliRunner().invoke(app, ["qualify", "--device", "cpu", "--op", "linear", "--kernel", f"{HERE}:{kernel}"])
+    assert done.exit_code == code and f"in {0 if code else 10} of 10 cases" in done.output
+    wrong = [line for line in done.output.splitlines() if line.startswith("wrong numbers: ")]
+    assert len(wrong) == (10 if code else 0)
+    assert all(re.fullmatch(r"wrong numbers: .+: ours \S+, its error \S+, at most \S+", line) for line in wrong)
+
+
+def test_published_shapes_are_timed_without_a_remark_and_said_to_be_held_against_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [replace(case, device_sized=True) for case in qualify.cases_of("linear", PROGRAM)[1:3]]
+    monkeypatch.setattr(qualify, "cases_of", lambda op, program: cases)
+    found = qualify.put_through("linear", f"{HERE}:other_class", PROGRAM)
+    assert len(found.benchmark) == 2 and not any("toy" in line for line in found.benchmark)
+    assert found.numbers.endswith("in 2 of 2 cases; 2 of them are published shapes, which are held against our kernel instead")
+    assert not qualify.put_through("linear", f"{HERE}:wrong_forward", PROGRAM).ok
 
 
 def test_an_outside_kernel_that_breaks_the_row_law_is_caught() -> None:
@@ -217,3 +270,13 @@ def test_an_outside_kernel_that_breaks_the_row_law_is_caught() -> None:
 def test_an_outside_kernel_of_another_signature_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ops\.linear takes"):
         qualify.put_through("linear", f"{HERE}:fast_linear", PROGRAM)
+
+
+@pytest.mark.parametrize(("module", "hinted"), [("absent_module", True), ("zoo.absent", True), ("needs_absent_module", False)])
+def test_a_module_that_is_not_found_gets_the_hint(module: str, hinted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hinted:  # found, but what it imports is not
+        (tmp_path / "needs_absent_module.py").write_text("import absent_module\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"--kernel '{module}:f': No module named") as caught:
+        qualify.outside(f"{module}:f")
+    assert str(caught.value).endswith("; `python -m zoo qualify ...` finds modules of the current folder") == hinted

@@ -14,12 +14,11 @@ import torch
 import transformers
 from parity_harness import (
     Checkpoints,
-    Float64Model,
     assert_packed_parity,
     assert_parity,
     by_published_name,
     gradients_of,
-    next_log_prob,
+    leaves,
     relative,
     theirs,
     whole,
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zoo
+from benchmarks.models_float64 import float64_of, next_log_prob
 from weights_tools.make_tiny import make_tiny
 from zoo.common.shards import read_shard
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
@@ -96,52 +96,6 @@ def tokens(seed: int = 0, count: int = TOKENS) -> Tensor:
     return parity_harness.tokens(seed, count)
 
 
-class Float64Qwen35(Float64Model):
-    """The delta rule token by token, the convolution by torch."""
-
-    offset = 1.0
-
-    def mixer(self, x: Tensor, layer: int) -> Tensor:
-        return (self.attention if self.config.full[layer] else self.delta)(x, f"model.layers.{layer}.mixer")
-
-    def attention(self, x: Tensor, at: str) -> Tensor:
-        c = self.config
-        row = x @ self.p[f"{at}.qkv.weight"].T
-        queries, k, v = row.split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], 1)
-        q, gate = queries.unflatten(1, (c.heads, 2, c.head_dim)).unbind(2)
-        k, v = (t.unflatten(1, (c.kv_heads, c.head_dim)) for t in (k, v))
-        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.rotated) for t, name in ((q, "q"), (k, "k")))
-        return (self.attended(q, k, v) * gate.sigmoid()).flatten(1) @ self.p[f"{at}.out.weight"].T
-
-    def delta(self, x: Tensor, at: str) -> Tensor:
-        c = self.config
-        values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim
-        qkv, z, b, a = (x @ self.p[f"{at}.qkvzba.weight"].T).split([c.conv_channels, values, c.value_heads, c.value_heads], 1)
-        padded = nn.functional.pad(qkv.T[None], (3, 0))
-        mixed = nn.functional.silu(nn.functional.conv1d(padded, self.p[f"{at}.conv"], groups=c.conv_channels)[0].T)
-        q, k, v = mixed.split([keys, keys, values], 1)
-        q, k = (t.unflatten(1, (c.key_heads, c.key_dim)) for t in (q, k))
-        q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
-        v = v.unflatten(1, (c.value_heads, c.value_dim))
-        decay = (-self.p[f"{at}.gate.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.gate.dt_bias"])).exp()
-        beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
-        for t in range(len(x)):
-            state = state * decay[t, :, None, None]
-            news = beta[t, :, None] * (v[t] - torch.einsum("vk,vke->ve", k[t], state))
-            state = state + k[t, :, :, None] * news[:, None]
-            out.append(torch.einsum("vk,vke->ve", q[t], state) * c.key_dim**-0.5)
-        o = torch.stack(out)
-        o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + c.eps) * self.p[f"{at}.norm.weight"]
-        return (o * nn.functional.silu(z.unflatten(1, (c.value_heads, c.value_dim)))).flatten(1) @ self.p[f"{at}.out.weight"].T
-
-    def mlp(self, x: Tensor, at: str) -> Tensor:
-        out = super().mlp(x, at)
-        if not self.config.experts:
-            return out
-        shared = self.swiglu(x, self.p[f"{at}.shared.gate_up.weight"], self.p[f"{at}.shared.down.weight"])
-        return out + shared * (x @ self.p[f"{at}.shared_gate.weight"].T).sigmoid()
-
-
 class TestParity:
     """program="transformers", FP32: 1e-3, as far as transformers' own two rules may lie apart; 1.4e-4 was seen at most."""
 
@@ -166,7 +120,7 @@ class TestParity:
         Running sums of log-decay reach hundreds, in ours as in theirs: an ulp of 256 is 3e-5, and exponentials err by as much.
         """
         model, ids = zoo.load(checkpoint(kind), **FP32), tokens()
-        exact = Float64Qwen35(model).logits(ids)
+        exact = float64_of(model).logits(ids)
         mine, their = (float((x.double() - exact).abs().max()) for x in (
             model(ids, cu_seqlens=whole(ids)).logits, theirs(checkpoint(kind), torch.float32)(ids[None]).logits[0]))  # fmt: skip
         assert mine <= 5e-4 and their <= 1e-3
@@ -176,7 +130,7 @@ class TestParity:
         """FP32 against float64 autograd, and theirs beside it: a decay's gradient is a sum of terms that nearly cancel."""
         ids, model = tokens(count=100), zoo.load(checkpoint(kind), **FP32)
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
-        exact = Float64Qwen35(model)
+        exact = leaves(float64_of(model))
         (-next_log_prob(exact.logits(ids), ids).mean()).backward()
         reference = theirs(checkpoint(kind), torch.float32)
         reference(ids[None], labels=ids[None]).loss.backward()
@@ -196,9 +150,6 @@ class TestParity:
 
 
 class Run(parity_harness.Run):
-    def __init__(self, path: Path, ids: Tensor) -> None:
-        super().__init__(path, ids, Float64Qwen35)
-
     def errors(self, rounded: bool = False) -> Tensor:
         """Squared errors of final rows, ours and theirs, where all three chose the same experts."""
         ours = (self.hidden.view(torch.int16) & ~31).view(torch.bfloat16) if rounded else self.hidden

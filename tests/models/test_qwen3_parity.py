@@ -11,7 +11,6 @@ import torch
 import transformers
 from parity_harness import (
     Checkpoints,
-    Float64Model,
     assert_packed_parity,
     assert_parity,
     gradients_of,
@@ -21,6 +20,7 @@ from parity_harness import (
 )
 from torch import Tensor, nn
 
+from benchmarks.models_float64 import float64_of
 from zoo.common import ops
 from zoo.common.memory import KeyValues, PackedKeyValues, PackedMemory
 from zoo.common.ops.contract import Contract
@@ -70,19 +70,6 @@ def tokens(seed: int = 0, count: int = TOKENS) -> Tensor:
     return parity_harness.tokens(seed, count)
 
 
-class Float64Qwen3(Float64Model):
-    def __init__(self, model: Qwen3ForRL) -> None:
-        super().__init__(model)
-        self.renormalise = model.config.renormalise
-
-    def mixer(self, x: Tensor, layer: int) -> Tensor:
-        c, at = self.config, f"model.layers.{layer}.attention"
-        heads = (x @ self.p[f"{at}.qkv.weight"].T).unflatten(1, (-1, c.head_dim))
-        q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.head_dim) for t, name in ((q, "q"), (k, "k")))
-        return self.attended(q, k, v).flatten(1) @ self.p[f"{at}.out.weight"].T
-
-
 class TestParity:
     """program="transformers", FP32: 5e-5."""
 
@@ -125,7 +112,7 @@ class TestParity:
         """So that what follows measures errors and not a misunderstanding."""
         model = Qwen3ForRL.from_pretrained(checkpoint(kind), program="transformers", dtype=torch.float32, device="cpu")
         expected = theirs(checkpoint(kind), torch.float32)(tokens()[None]).logits[0]
-        assert (Float64Qwen3(model).logits(tokens()) - expected).abs().max() <= 5e-5
+        assert (float64_of(model).logits(tokens()) - expected).abs().max() <= 5e-5
 
 
 def unstacked(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -167,7 +154,7 @@ class Run(parity_harness.Run):
     """`comparable_T`: rows up to the first that anybody sends to other experts. Later rows read what that one wrote."""
 
     def __init__(self, path: Path, ids: Tensor) -> None:
-        super().__init__(path, ids, Float64Qwen3)
+        super().__init__(path, ids)
         self.comparable_T = self.same_experts_T.cumprod(0).bool()
 
     def errors(self, hidden: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,15 +27,8 @@ from zoo.common.ops.route import reference as route_reference
 from zoo.common.ops.swiglu import reference as swiglu_reference
 from zoo.common.program import Program
 from zoo.common.rows import Rows
-from zoo.testing import Args
 
 Op = Callable[..., Any]
-
-
-def promoted(args: Args) -> Args:
-    """The same numbers in float64; a rotation's table stays FP32, as its op asks."""
-    wide = {k: v for k, v in args.items() if isinstance(v, Tensor) and v.is_floating_point() and not k.startswith("table")}
-    return {**args, **{name: value.double() for name, value in wide.items()}}
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

@@ -206,6 +206,30 @@ def test_documents_do_not_mix_backward() -> None:
         assert grad[:70].any(), name
 
 
+def test_gradients_beside_documents_without_rows() -> None:
+    """What they leave to the others; of their own, the states' gradient goes through."""
+    lengths = [0, 1, 63, 0, 64, 65, 0, 0]
+    live = [n for n, length in enumerate(lengths) if length]
+    args, random = made([1, 63, 64, 65], dtype=torch.float64), torch.Generator().manual_seed(1)
+    grad = torch.randn(args["v_RVE"].shape, generator=random, dtype=torch.float64)
+    final, initial = (torch.randn(len(lengths), 2, 16, 16, generator=random, dtype=torch.float64) for _ in range(2))
+
+    def by(lengths: list[int], states: list[Tensor]) -> list[Tensor]:
+        counts = torch.tensor(lengths)
+        starts, sequence = torch.tensor(cases.starts_of(lengths)), torch.arange(len(lengths)).repeat_interleave(counts)
+        rows = Rows(torch.arange(193) - starts[sequence], sequence, starts.int(), counts.int(), max(lengths), max(lengths))
+        return list(backward.gated_delta_backward(grad, states[0], *(args[n] for n in OPERANDS), states[1], rows))
+
+    found, alone = by(lengths, [final, initial]), by([1, 63, 64, 65], [final[live], initial[live]])
+    dead = [n for n, length in enumerate(lengths) if not length]
+    assert torch.equal(found[5][dead], final[dead])
+    found[5] = found[5][live]
+    for near, wanted in zip(found, alone, strict=True):
+        assert far(near, wanted) < 1e-12
+    other = by([1, 62, 65, 65], [final[live], initial[live]])  # control: a document's boundary a row earlier
+    assert all(far(near, wanted) > 1e-3 for near, wanted in zip(found, other, strict=True))
+
+
 def test_context_parallel_parts_equal_the_whole() -> None:
     args, cut = made([200]), 128
     rows = Rows.packed(torch.tensor([0, 200]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_formulas import promoted, relative_error
+from op_formulas import relative_error
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,6 +16,7 @@ from zoo.common.ops.cases import Case, Trial, cases_of
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
 from zoo.testing import LawBroken, assert_same_bytes, gradients, tensors
+from zoo.verify.accuracy import promoted
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 OPS = ("causal_conv", "l2_norm", "delta_gate", "gated_rms_norm", "output_gate")

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from op_formulas import REFERENCES, TEXTBOOK, promoted, relative_error
+from op_formulas import REFERENCES, TEXTBOOK, relative_error
 from torch import Tensor
 
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, Trial, cases_of
 from zoo.common.program import resolve
 from zoo.testing import gradients, tensors
+from zoo.verify.accuracy import promoted
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from op_formulas import TEXTBOOK, promoted, relative_error, tensor_core_product
+from op_formulas import TEXTBOOK, relative_error, tensor_core_product
 from torch import Tensor
 
 from zoo.common import ops
@@ -26,6 +26,7 @@ from zoo.common.ops.trees import padded_width, pair_tree
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
 from zoo.testing import LawBroken, assert_same_bytes, tensors
+from zoo.verify.accuracy import promoted
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 

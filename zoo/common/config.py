@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,14 +15,15 @@ NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs
 MOST = MOST_RADIANS  # a RoPE table's fastest pair turns by one radian a position
 LAYERS = 1024
 
-# fields of every family that move no number here: dropout and losses of pretraining, what transformers keeps beside a geometry
+# fields of every family that move no number: token ids of a prompt's ends, what transformers keeps beside a geometry
 IGNORED = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "num_local_experts",
-    "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions",
-    "output_hidden_states", "problem_type", "return_dict", "_attn_implementation", "_experts_implementation",
-    "experts_implementation", "attn_implementation",
+    "pad_token_id", "initializer_range", "router_aux_loss_coef", "num_local_experts", "_name_or_path", "chunk_size_feed_forward",
+    "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation",
 })  # fmt: skip
+# also of every family; with another value the published class would train with dropout, or with the routers' loss beside its own
+TRAINING = {"attention_dropout": 0.0, "output_router_logits": False}
 
 
 class FieldReader:
@@ -66,10 +68,7 @@ class FieldReader:
         """A token id of the vocabulary, a list of them, or nothing."""
         value = self.raw(name, None)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise ValueError(f"{self.family}: {name} must be token ids of at least 0, it is {value!r}")
-        if max(ids, default=0) >= vocabulary:
-            raise ValueError(f"{self.family}: {name} {max(ids)} is outside the vocabulary of {vocabulary}")
+        check_tokens(self.family, name, value, ids, vocabulary)
         return tuple(ids)
 
     def one_of(self, name: str, *values: Any) -> Any:
@@ -83,6 +82,11 @@ class FieldReader:
         value = self.raw(name, absent)
         if value != wanted:
             raise ValueError(f"{self.family}: {name} {value!r} is not supported, only {wanted!r}")
+
+    def trains_as_published(self) -> None:
+        """Refuses what makes the published class train with other numbers than it scores with."""
+        for name, value in TRAINING.items():
+            self.only(name, value, absent=value)
 
     def rope_theta(self) -> float:
         """Old configs have rope_theta, newer ones rope_parameters; scaled variants are refused."""
@@ -125,6 +129,20 @@ class FieldReader:
             raise ValueError(f"{self.family}: config.json has unknown fields {', '.join(f'{n}={self.fields[n]!r}' for n in unknown[:5])}")
 
 
+def check_tokens(family: str, name: str, value: Any, ids: Sequence[Any], vocabulary: int) -> None:
+    """ValueError unless all `ids`, given as `value`, are token ids of the vocabulary."""
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise ValueError(f"{family}: {name} must be token ids of at least 0, it is {value!r}")
+    if max(ids, default=0) >= vocabulary:
+        raise ValueError(f"{family}: {name} {max(ids)} is outside the vocabulary of {vocabulary}")
+
+
 def config_lines(config: Any) -> dict[str, str]:
     """Every field of a geometry that can move a byte, as lines of a fingerprint."""
     return {f"config.{f.name}": repr(getattr(config, f.name)) for f in fields(config) if f.name not in NO_NUMBERS}
+
+
+def same_config(one: Any, other: Any) -> bool:
+    """Whether two configs are equal field by field. A dataclass's own == also wants one class, which moves no byte."""
+    mine, theirs = ({f.name: getattr(config, f.name) for f in fields(config) if f.compare} for config in (one, other))
+    return mine == theirs

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zoo.common.ops.contract import CONTRACTS, choices_changed
+from zoo.common.ops.contract import CONTRACTS, Contract, choices_changed
 from zoo.common.shards import check_parents
 
 FOLDER = Path.home() / ".cache" / "aligned-zoo" / "qualification"
@@ -37,6 +37,7 @@ class Verdict:
     contract_version: int
     checks: int
     reason: str = ""
+    provider_version: int = 1
 
     @property
     def admitted(self) -> bool:
@@ -78,7 +79,7 @@ def path_for_this_machine() -> Path:
 
 
 def read(path: Path) -> list[Verdict]:
-    """The verdicts of a store; those of older contracts are left out. ValueError naming the file if it can't be read."""
+    """The verdicts of a store; those of older contracts or kernels are left out. ValueError naming the file if it can't be read."""
     try:
         if not path.exists():
             return []
@@ -88,7 +89,13 @@ def read(path: Path) -> list[Verdict]:
         verdicts = [Verdict(**{**v, "shape": tuple(v["shape"])}) for v in fields["verdicts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"qualifications in {path} can't be read ({error}): delete the file, run `zoo qualify`") from error
-    return [v for v in verdicts if v.op in CONTRACTS and CONTRACTS[v.op].version == v.contract_version]
+    return [v for v in verdicts if v.op in CONTRACTS and _holds(v, CONTRACTS[v.op])]
+
+
+def _holds(verdict: Verdict, contract: Contract) -> bool:
+    """Whether it is about the contract and the kernels of today."""
+    versions = [p.version for p in contract.providers if p.name == verdict.provider]
+    return contract.version == verdict.contract_version and versions in ([], [verdict.provider_version])
 
 
 def write(path: Path, verdicts: Iterable[Verdict], about: dict[str, Any]) -> None:

@@ -92,6 +92,11 @@ def check_integers(name: str, value: object) -> None:
 def check_ids(ids: Tensor, vocabulary: int) -> None:
     """ValueError for an id outside the vocabulary. It waits for ids that lie on a GPU."""
     if ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+        check_id(int(ids.min()), vocabulary)
+        check_id(int(ids.max()), vocabulary)
+
+
+def check_id(token: int, vocabulary: int) -> None:
+    """ValueError for an id outside the vocabulary."""
+    if not 0 <= token < vocabulary:
+        raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")

@@ -14,9 +14,9 @@ from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_ids, check_integers
 
 PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next
-# above them every so many rows, up to a whole chunk: where padding would be more than an eighth a prefill runs eagerly
-PREFILL_STRIDE = 1024
-PREFILL_SEQUENCES = (8, 32)  # of a captured prefill at most, padding not counted: of one of PREFILL_ROWS, of a larger one
+PREFILL_STRIDE = 1024  # above them every so many rows, up to a whole chunk
+PREFILL_PADDING = 8  # of those above them at most one row in so many is padding; else a prefill runs eagerly
+PREFILL_SEQUENCES = (8, 32)  # live ones at most: of a captured prefill of PREFILL_ROWS, of a larger one
 
 
 class ForServing(Pretrained, nn.Module):
@@ -156,14 +156,20 @@ class PrefillGraph:
 
 
 def prefill_counts(length: int, most: int) -> tuple[int, ...]:
-    """Rows of each captured prefill of at most `most` rows, for sequences of up to `length` tokens."""
-    small = tuple(count for count in PREFILL_ROWS if count <= min(length, most))
-    largest = PREFILL_ROWS[-1]
-    return small if most <= largest or not length else (*small, *range(largest + PREFILL_STRIDE, most, PREFILL_STRIDE), most)
+    """Rows of each captured prefill of at most `most` rows, and of no more than its live sequences of up to `length` tokens can have."""
+    few, many = (min(most, sequences * length) for sequences in PREFILL_SEQUENCES)
+    small, largest = tuple(count for count in PREFILL_ROWS if count <= few), PREFILL_ROWS[-1]
+    return small if many <= largest else (*small, *range(largest + PREFILL_STRIDE, many, PREFILL_STRIDE), many)
 
 
 def prefill_sequences(count: int) -> int:
+    """Live sequences of a captured prefill of `count` rows at most."""
     return PREFILL_SEQUENCES[count > PREFILL_ROWS[-1]]
+
+
+def prefill_padding(count: int) -> int:
+    """Rows of it that `prefill_bucket` may leave to padding."""
+    return count - 1 if count <= PREFILL_ROWS[-1] else count // PREFILL_PADDING
 
 
 def prefill_bucket(rows: Rows, length: int, most: int) -> int | None:
@@ -173,7 +179,7 @@ def prefill_bucket(rows: Rows, length: int, most: int) -> int | None:
     count = next((count for count in prefill_counts(length, most) if rows.count <= count), None)
     if count is None or rows.lengths_N.shape[0] > prefill_sequences(count):
         return None
-    return count if count <= PREFILL_ROWS[-1] or 8 * rows.count >= 7 * count else None
+    return count if count - rows.count <= prefill_padding(count) else None
 
 
 class PaddedRows:
@@ -184,36 +190,37 @@ class PaddedRows:
     alone, which no live sequence has. By the row and the place law live rows have the bytes that they have without it; its own are
     finite and never read.
 
+    places    sequences in all: the most live ones and the padding beside them, and enough for padding alone
     ids_R     int64
     rows      kept: a graph reads its tensors on every replay
     table_NB  int32, as `hidden_rows` takes it
     """
 
     def __init__(self, count: int, length: int, columns: int, device: torch.device | str) -> None:
-        self.sequences = prefill_sequences(count)
-        sequences = self.sequences + 1
-        assert 0 < count <= length * sequences, f"padding may own all {count} rows, {sequences} sequences of at most {length}"
+        assert count > 0 and length > 0, f"{count} rows of sequences of at most {length} tokens"
         self.count = count
+        self.places = places = max(prefill_sequences(count) + -(-prefill_padding(count) // length), -(-count // length))
         self.ids_R = torch.zeros(count, dtype=torch.int64, device=device)
-        self.table_NB = torch.zeros(sequences, columns, dtype=torch.int32, device=device)
+        self.table_NB = torch.zeros(places, columns, dtype=torch.int32, device=device)
         self.rows = Rows(
             torch.zeros(count, dtype=torch.int64, device=device),
             torch.zeros(count, dtype=torch.int64, device=device),
-            torch.zeros(sequences + 1, dtype=torch.int32, device=device),
-            torch.zeros(sequences, dtype=torch.int32, device=device),
+            torch.zeros(places + 1, dtype=torch.int32, device=device),
+            torch.zeros(places, dtype=torch.int32, device=device),
             max_rows=count,
             max_length=length,
         )
         ramp_R = torch.arange(count, device=device)
         self._position_R, self._piece_R = ramp_R % length, ramp_R // length
-        self._begin_N1 = torch.arange(sequences + 1, dtype=torch.int32, device=device) * length
+        self._begin_N1 = torch.arange(places + 1, dtype=torch.int32, device=device) * length
         self._pad(0, 0)
 
     def fill(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> None:
         """The next live rows, on the current stream and without waiting for it. It is `prefill_bucket`'s for them."""
         live, sequences = rows.count, rows.lengths_N.shape[0]
         mine = self.rows
-        assert live <= self.count and sequences <= self.sequences and rows.max_length <= mine.max_length
+        assert live <= self.count and rows.max_length <= mine.max_length
+        assert self.count - live <= (self.places - sequences) * mine.max_length, f"no place for {self.count - live} rows of padding"
         self._pad(live, sequences)
         self.ids_R[:live].copy_(ids_R)
         mine.positions_R[:live].copy_(rows.positions_R)

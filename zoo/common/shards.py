@@ -77,8 +77,10 @@ def read_shard(path: Path) -> Shard:
         raise ValueError(f"{path} is missing")
     size = path.stat().st_size
     with path.open("rb") as file:
+        if size < 8:
+            raise ValueError(f"{path} is truncated or no safetensors file: it has {size} bytes, the length of its header alone takes 8")
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > HEADER_LIMIT or 8 + length > size:
+        if length > HEADER_LIMIT or 8 + length > size:
             raise ValueError(f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}")
         raw = file.read(length)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zoo.common.config import IGNORED, LAYERS, FieldReader
+from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Qwen3Config:
     renormalise: bool = True
     eos: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_tokens("qwen3", "eos_token_id", self.eos, self.eos, self.vocabulary)
+
     @property
     def model_type(self) -> str:
         return "qwen3_moe" if self.experts else "qwen3"
@@ -42,6 +45,7 @@ class Qwen3Config:
         """Reads a config.json. ValueError for a missing, unknown or unsupported field, naming it and its value."""
         read = FieldReader("qwen3", fields, IGNORED | {"max_window_layers"})
         kind = read.one_of("model_type", "qwen3", "qwen3_moe")
+        read.trains_as_published()
         read.only("hidden_act", "silu")
         read.only("attention_bias", False)
         read.only("use_sliding_window", False, absent=False)

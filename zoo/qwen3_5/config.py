@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zoo.common.config import IGNORED, LAYERS, FieldReader
+from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
 
 CONV_WIDTH = 4
 # of a published vision-language config: read by nobody here, written back as they were
@@ -51,6 +51,9 @@ class Qwen35Config:
     wrapped: bool = False
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        check_tokens("qwen3_5", "eos_token_id", self.eos, self.eos, self.vocabulary)
+
     @property
     def model_type(self) -> str:
         return "qwen3_5_moe" if self.experts else "qwen3_5"
@@ -79,6 +82,7 @@ class Qwen35Config:
             text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **fields["text_config"]}
         read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval"})
         kind = TYPES[read.one_of("model_type", *TYPES)]
+        read.trains_as_published()
         read.only("hidden_act", "silu")
         read.only("attention_bias", False, absent=False)
         read.only("attn_output_gate", True, absent=True)

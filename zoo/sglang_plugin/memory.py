@@ -278,7 +278,7 @@ class PaddedStep:
             self.padded.table_NB,
             torch.zeros(count, dtype=torch.int64, device=device),
             torch.zeros(count, dtype=torch.int32, device=device),
-            torch.zeros(self.padded.sequences + 1, dtype=torch.int64, device=device),
+            torch.zeros(self.padded.places, dtype=torch.int64, device=device),
         )
         self._rest = builder.page_size - 1
         self._pad(0, 0)

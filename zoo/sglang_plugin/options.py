@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -16,9 +17,7 @@ from zoo.sglang_plugin.slots import power_of_two
 logger = logging.getLogger(__name__)
 
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
-# chunks of prefill where SGLang's own default is no multiple of the page: so many prompts of so many tokens, which SGLang counts in
-# whole pages
-CHUNK_PROMPTS, CHUNK_PROMPT = 16, 512
+CHUNK_PROMPT = 512  # tokens of a prompt: a default chunk of SGLang's is so many of them, and keeps as many counted in whole pages
 REQUESTS = 64  # running at once where each needs a slot of state
 CHECKED = "_zoo_checked"  # left on the server's arguments by `around_resolution`; the scheduler asserts it
 
@@ -103,6 +102,8 @@ def around_resolution(original: Callable[[Any], None], args: Any) -> None:
     if str(args.model_path).lower() in ("none", "dummy"):
         raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
     imply(args, read_config(args.model_path, args.revision))
+    if args.chunked_prefill_size is None and not power_of_two(args.page_size):
+        args.chunked_prefill_size = widened(default_chunk(original, args), args.page_size)
     original(args)
     check(resolved(args))
     _warn_unproven()
@@ -153,7 +154,7 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
     backend = args.attention_backend
     _imply(args, "sampling_backend", SAMPLER, backend)
     _imply(args, "page_size", page_size(config.head_dim), backend)
-    _imply_chunks(args, args.page_size)
+    _check_chunks(args)
     if kind in HYBRID:
         _imply_slots(args)
     _imply(args, "grammar_backend", "none", backend)
@@ -168,12 +169,23 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
         raise ValueError(f"--context-length {args.context_length} is longer than the model's position table of {config.positions}")
 
 
-def _imply_chunks(args: Any, page: int) -> None:
-    """Chunks of prefill are whole pages; SGLang's own default fits pages of a power of two."""
-    given = args.chunked_prefill_size
-    if given is None and not power_of_two(page):
-        args.chunked_prefill_size = CHUNK_PROMPTS * -(-CHUNK_PROMPT // page) * page
-    elif given is not None and given > 0 and given % page:
+def default_chunk(original: Callable[[Any], None], args: Any) -> int:
+    """The --chunked-prefill-size that SGLang takes by itself, by the GPU's memory and its version: a copy is resolved without one."""
+    probe = copy.deepcopy(args)
+    original(probe)
+    chunk: int = resolved(probe).chunked_prefill_size
+    return chunk
+
+
+def widened(chunk: int, page: int) -> int:
+    """SGLang's default with room for as many prompts in whole pages: 16 in 8192 tokens are 8960 in pages of 80. -1, no chunks, stays."""
+    return -(-chunk // CHUNK_PROMPT) * (-(-CHUNK_PROMPT // page) * page) if chunk > 0 else chunk
+
+
+def _check_chunks(args: Any) -> None:
+    """Chunks of prefill are whole pages."""
+    given, page = args.chunked_prefill_size, args.page_size
+    if given is not None and given > 0 and given % page:
         raise ValueError(f"--chunked-prefill-size {given} is not a multiple of the model's page of {page} tokens")
 
 

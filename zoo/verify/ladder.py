@@ -26,6 +26,7 @@ RUNGS = {
     4: "live sampling, scored by the trainer in another process",
     5: "optimizer steps, then rungs 3 and 4 again",
 }
+REFERENCE = "the packed batch of training"
 SILENT = Tap()
 # AdamW's step: smaller ones are rounded away from BF16 weights; but every input of a row moves its sum, so that one which suits a
 # tiny model's width makes nearly every token of a wide one certain, and comparisons empty
@@ -137,15 +138,17 @@ class Ladder:
         self.wrote(row, now - self._begin)
         self._begin = now
 
-    def _compare(self, rung: int, what: str, reference: dict[int, Seen], empty: str | None, way: Way, model: nn.Module) -> None:
-        """One row: everything that a way shows, against the reference."""
+    def _compare(
+        self, rung: int, what: str, reference: dict[int, Seen], empty: str | None, way: Way, model: nn.Module, name: str = ""
+    ) -> None:
+        """One row: everything that a way shows, against the reference. name: the way's own, where the row's words name both sides."""
         self.say(what)
         tally = Tally()
         for seen in way(SILENT):
             tally.seen(reference[seen.document], seen, entropy=rung < 3)
         self._add(tally.row(rung, what, empty), tally)
         if tally.spot is not None and self.result.first_divergence is None:
-            self.result.names = ("the packed batch of training", what)
+            self.result.names = (REFERENCE, name or what)
             self._name(tally.spot, way, model)
 
     def _name(self, spot: Spot, way: Way, model: nn.Module) -> None:
@@ -186,7 +189,7 @@ class Ladder:
         def again(tap: Tap) -> Iterator[Seen]:
             return ways.train(self.subject, tap, self.documents)
 
-        self._compare(1, "training forward, twice", reference, empty, again, self.subject.trainer)
+        self._compare(1, "training forward, twice", reference, empty, again, self.subject.trainer, "the same batch again")
         self._same_gradients(1, "every parameter's gradient, twice", checkpointed=False)
 
     def _same_gradients(self, rung: int, what: str, *, checkpointed: bool) -> None:
@@ -247,7 +250,8 @@ class Ladder:
             ("fresh memory full of NaN", trainer(everything, poisoned=True)),
         ]
         for what, way in plans:
-            self._compare(2, what, reference, empty, way, subject.trainer)
+            name = what.removesuffix(" against packed").removesuffix(" against without")
+            self._compare(2, what, reference, empty, way, subject.trainer, f"training, {name}")
         self._same_gradients(2, "gradients with checkpointing against without", checkpointed=True)
 
     def _engines(self, rung: int, settings: Settings, prefix: str) -> None:
@@ -268,15 +272,17 @@ class Ladder:
             plans.append((what, prefill(page_size, True, 2 + i)))
         last = "every token" if settings.tail is None else f"the last {settings.tail} tokens"
         plans.append((f"eager decode of {last}", decode))
+        after = f" ({prefix.removesuffix(': ')})" if prefix else ""
         for what, way in plans:
-            self._compare(rung, prefix + what, reference, empty, way, subject.server)
+            name = what.removeprefix("training against ") + after
+            self._compare(rung, prefix + what, reference, empty, way, subject.server, name)
         if subject.device.type != "cuda":
             batches = ", ".join(map(str, settings.graph_batches))
             self.not_run(rung, f"decode by CUDA graph at batch {batches}", "CUDA graphs need a GPU")
             return
         for batch in settings.graph_batches:
-            what = f"{prefix}decode by CUDA graph at batch {batch}"
-            self._compare(rung, what, reference, empty, self._graph(batch, settings.graph_steps), subject.server)
+            what, way = f"decode by CUDA graph at batch {batch}", self._graph(batch, settings.graph_steps)
+            self._compare(rung, prefix + what, reference, empty, way, subject.server, what + after)
 
     def _graph(self, batch: int, steps: int) -> Way:
         return lambda tap: ways.graph(self.subject, tap, self.documents, batch=batch, steps=steps)
@@ -302,7 +308,7 @@ class Ladder:
         documents = self.subject.documents
         sequences = [[*c.prompt_ids, *c.output_ids] for c in completions]
         self.subject.documents = [torch.tensor(tokens, device=self.subject.device) for tokens in sequences]
-        self.result.names = ("the packed batch of training", "decode of the sampled tokens")
+        self.result.names = (REFERENCE, "decode of the sampled tokens")
         try:
             self._name(spot, lambda tap: ways.decode(self.subject, tap, self.documents, tail=None), self.subject.server)
         finally:

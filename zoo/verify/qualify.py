@@ -1,4 +1,4 @@
-"""Admission of providers on this GPU and toolchain, and an outside kernel put through laws, gradient and benchmark."""
+"""Admission of providers on this GPU and toolchain, and an outside kernel put through laws, numbers, gradient and benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.common import qualification
 from zoo.common.fingerprint import toolchain
@@ -21,6 +21,7 @@ from zoo.common.ops.cases import Case, cases_of, check, trial
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
 from zoo.testing import LawBroken, assert_same_bytes, gradients, tensors
+from zoo.verify.accuracy import BOUND, misses, reaches
 from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
 from zoo.verify.calls import head_shapes
 from zoo.verify.subject import config_of
@@ -141,7 +142,9 @@ def _verdict(target: Target, candidate: str, outcomes: list[Outcome], program: P
     defining = defining_of(target.op, target.shape, program)
     assert defining is not None
     text = f"falls back to {defining.name}, {candidate}: {reason}" if reason else f"{candidate} admitted, {checks} comparisons"
-    return Verdict(target.op, candidate, target.shape, CONTRACTS[target.op].version, checks, reason), f"{target}: {text} ({seconds:.1f} s)"
+    contract = CONTRACTS[target.op]
+    version = next(p.version for p in contract.providers if p.name == candidate)
+    return Verdict(target.op, candidate, target.shape, contract.version, checks, reason, version), f"{target}: {text} ({seconds:.1f} s)"
 
 
 def running(targets: Iterable[Target], program: Program) -> list[tuple[Target, str, str]]:
@@ -167,19 +170,25 @@ def running(targets: Iterable[Target], program: Program) -> list[tuple[Target, s
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What an outside kernel did: laws kept and broken by case, its gradient, and its time beside ours."""
+    """What an outside kernel did: laws kept and broken by case, its numbers and gradient, and its time beside ours.
+
+    missed   outputs whose error is too large, with their case and both numbers
+    numbers  how many cases had none
+    """
 
     op: str
     kernel: str
     kept: int
     broken: list[str]
+    missed: list[str]
+    numbers: str
     gradient: str
     equal: str
     benchmark: list[str]
 
     @property
     def ok(self) -> bool:
-        return not self.broken and not self.gradient.startswith("wrong")
+        return not self.broken and not self.missed and not self.gradient.startswith("wrong")
 
 
 def outside(path: str) -> Callable[..., Any]:
@@ -190,21 +199,25 @@ def outside(path: str) -> Callable[..., Any]:
     try:
         function = vars(importlib.import_module(module)).get(name)
     except ImportError as error:
-        raise ValueError(f"--kernel {path!r}: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        hint = "; `python -m zoo qualify ...` finds modules of the current folder" if absent else ""
+        raise ValueError(f"--kernel {path!r}: {error}{hint}") from error
     if not callable(function):
         raise ValueError(f"--kernel {path!r}: {module} has no function {name!r}")
     return function  # type: ignore[no-any-return]
 
 
 def put_through(op: str, path: str, program: Program, say: Callable[[str], None] = lambda text: None) -> KernelReport:
-    """An outside kernel with the op's public signature through every law of every case, its gradient and a benchmark."""
+    """An outside kernel with the op's public signature through every law of every case, its numbers, gradient and a benchmark."""
     if op not in CONTRACTS:
         raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
     kernel = outside(path)
     ours = vars(importlib.import_module("zoo.common.ops"))[op]
     if list(inspect.signature(kernel).parameters) != list(inspect.signature(ours).parameters):
         raise ValueError(f"{path} takes {inspect.signature(kernel)}, ops.{op} takes {inspect.signature(ours)}")
-    kept, broken, equal, total = 0, [], 0, 0
+    kept, equal, near = 0, 0, 0
+    broken: list[str] = []
+    missed: list[str] = []
     cases = cases_of(op, program)
     for case in cases:
         for law in case.laws:
@@ -216,11 +229,18 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
                 broken.append(f"{law} law, {case.name}: {error}")
             except (RuntimeError, ValueError, TypeError) as error:
                 broken.append(f"{law} law, {case.name}: it failed: {error}")
-        total += 1
+    cases = [case for case in cases if reaches(case, program, op)]
+    for case in cases:
+        say(f"numbers, {case.name}")
+        far = misses(case, program, op, kernel)
+        near, missed = near + (not far), missed + far
         equal += _equal(case, program, op, kernel)
-    text = f"bytes equal to ours in {equal} of {total} cases"
+    published = sum(case.device_sized for case in cases)
+    beside = f"; {published} of them are published shapes, which are held against our kernel instead" if published else ""
+    numbers = f"numbers within {BOUND} in {near} of {len(cases)} cases{beside}"
+    text = f"bytes equal to ours in {equal} of {len(cases)} cases"
     gradient = _gradient(cases, program, op, kernel)
-    return KernelReport(op, path, kept, broken, gradient, text, _benchmark(cases, program, op, kernel))
+    return KernelReport(op, path, kept, broken, missed, numbers, gradient, text, _benchmark(cases, program, op, kernel))
 
 
 def _equal(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> bool:
@@ -257,18 +277,30 @@ def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[...
 
 
 def _benchmark(cases: list[Case], program: Program, op: str, kernel: Callable[..., Any]) -> list[str]:
-    chosen = [case for case in cases if case.device_sized] or cases[-1:]
+    """Times at published shapes, or where the device has no such case at the largest one, which is a toy's and said to be."""
+    chosen = [case for case in cases if case.device_sized] or [max(cases, key=lambda case: _elements(case, program))]
     lines: list[str] = []
     for case in chosen[:4]:
         times = []
+        shapes = ", ".join(f"{name} {'x'.join(map(str, t.shape))}" for name, t in _operands(case, program) if t.dim() > 1)
         for replace in ({op: kernel}, {}):
             t = trial(case, program, replace=replace)
             try:
                 times.append(_time(t.call, program.device))
             except (RuntimeError, ValueError, TypeError) as error:
                 return [*lines, f"{case.name}: it failed: {error}"]
-        lines.append(f"{case.name}: {times[0]:.1f} us, ours {times[1]:.1f} us, ratio {times[0] / times[1]:.2f}")
+        toy = "" if case.device_sized else "; a toy shape: these times mean nothing"
+        lines.append(f"{case.name} ({shapes}): {times[0]:.1f} us, ours {times[1]:.1f} us, ratio {times[0] / times[1]:.2f}{toy}")
     return lines
+
+
+def _elements(case: Case, program: Program) -> int:
+    return sum(t.numel() for name, t in _operands(case, program) if not name.startswith("table"))
+
+
+def _operands(case: Case, program: Program) -> list[tuple[str, Tensor]]:
+    args = case.make(0, program.device, program.torch_dtype)
+    return [(name, value) for name, value in args.items() if isinstance(value, Tensor)]
 
 
 def _time(call: Callable[[], Any], device: str) -> float:

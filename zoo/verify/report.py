@@ -66,8 +66,9 @@ def _divergence(result: Result) -> str:
     if first is None:
         return ""
     cells = "".join(f"<dt>{escape(name)}</dt><dd><code>{escape(str(value))}</code></dd>" for name, value in first.items())
-    between = " against ".join(name for name in result.names if name)
-    return f"<section><h2>First divergence</h2><p>{escape(between)}</p><dl>{cells}</dl></section>"
+    one, other = result.names
+    compared = f"<p>{escape(f'{one[:1].upper()}{one[1:]} was compared with {other}.')}</p>" if one else ""
+    return f"<section><h2>First divergence</h2>{compared}<dl>{cells}</dl></section>"
 
 
 def _ladder(result: Result) -> str:

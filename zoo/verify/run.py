@@ -202,7 +202,7 @@ def qualify(
     again: bool,
     store: Path | None,
 ) -> bool:
-    """`zoo qualify`; False if an outside kernel breaks a law."""
+    """`zoo qualify`; False if an outside kernel breaks a law or computes other numbers or gradients."""
     if op is not None and op not in CONTRACTS:
         raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
     if kernel is not None and op is None:
@@ -243,9 +243,12 @@ def qualify(
 def show_kernel(found: admission.KernelReport, console: Console) -> None:
     for line in found.broken:
         console.print(f"broken: {line}", highlight=False, markup=False, soft_wrap=True)
+    for line in found.missed:
+        console.print(f"wrong numbers: {line}", highlight=False, markup=False, soft_wrap=True)
     counts = f"{found.kept} laws kept, {len(found.broken)} broken"
     console.print(f"{found.op} by {found.kernel}: {counts}", highlight=False, markup=False)
+    console.print(found.numbers, highlight=False, markup=False, soft_wrap=True)
     console.print(f"gradient {found.gradient}", highlight=False, markup=False, soft_wrap=True)
     console.print(found.equal, highlight=False)
     for line in found.benchmark:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

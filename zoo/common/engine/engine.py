@@ -13,11 +13,13 @@ from rich.progress import Progress
 from torch import Tensor
 
 from zoo.common.checkpoint import Checkpoint, check_dtypes
+from zoo.common.config import same_config
 from zoo.common.engine.pages import PagePool
 from zoo.common.engine.record import Completion
 from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
+from zoo.common.rows import check_id
 from zoo.common.sampling import SamplingParams
 from zoo.common.serving import ForServing
 
@@ -50,7 +52,7 @@ class Engine:
     snapshot_stride
                   where sequences hold state beside their pages (recurrent layers), a prefix is reused up to a snapshot of it:
                   one is taken every so many tokens and at the end of a prompt's last whole chunk; a push ends there
-    graphs        decode and short prefills by CUDA graph; by default on a GPU
+    graphs        decode by CUDA graph, and prefills of up to a chunk, of sequences within one key segment; by default on a GPU
     progress      `run` and `generate` show a bar
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
@@ -270,8 +272,7 @@ class Engine:
         config, memory = self.model.config, self.scheduler.memory
         tokens = _token_ids(prompt_ids)
         for token in (*tokens, *params.stop_token_ids):
-            if not 0 <= token < config.vocabulary:
-                raise ValueError(f"token id {token} is outside the vocabulary of {config.vocabulary}")
+            check_id(token, config.vocabulary)
         longest = len(tokens) + params.max_new_tokens
         if longest > config.positions:
             raise ValueError(
@@ -402,7 +403,7 @@ class Engine:
             raise ValueError(f"dtype={dtype} for a model whose weights are {program.torch_dtype}")
         source = Checkpoint.open(path)
         config = self.model.config_class.from_hf(source.config)
-        if config != self.model.config:
+        if not same_config(config, self.model.config):
             raise ValueError(f"{path} is of another geometry: {config} against {self.model.config}")
         table = self.model.table_of()
         match = source.match(table)

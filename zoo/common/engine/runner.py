@@ -29,7 +29,7 @@ class Runner:
 
     def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool, chunk_rows: int) -> None:
         self.model, self.memory, self.graphs = model, memory, graphs
-        self.most_rows = max(chunk_rows, PREFILL_ROWS[-1])
+        self.most_rows = max(chunk_rows, PREFILL_ROWS[-1])  # a push of a small chunk is padded to one of these, captured when first met
         self.device = next(model.parameters()).device
         self.replayed = 0
         self._captured: dict[tuple[int, int], DecodeGraph] = {}

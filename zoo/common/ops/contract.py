@@ -27,7 +27,10 @@ def always(*_: int) -> bool:
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation. `forward` and `backward` are "module:function" paths, imported when first used."""
+    """One implementation. `forward` and `backward` are "module:function" paths, imported when first used.
+
+    version   raised with its kernels: verdicts of older ones admit it no more
+    """
 
     name: str
     byte_class: str
@@ -37,6 +40,7 @@ class Provider:
     needs: tuple[str, ...] = ()
     serves: Callable[..., bool] = always
     defining: bool = False
+    version: int = 1
 
     def function(self, name: str) -> Callable[..., Any]:
         """`forward`, `backward`, or another function of the forward's module by its own name."""

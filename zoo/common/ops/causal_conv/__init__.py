@@ -19,7 +19,7 @@ CONTRACT = Contract(
     adds="taps oldest first: ((x[-3] w0 + x[-2] w1) + x[-1] w2) + x[0] w3, products rounded; y / (1 + exp(-y))",
     laws=("row", "column", "split", "place", "shard", "repeat"),
     backward="closed form in FP32; the weight's gradient adds rows in FP32; documents don't mix",
-    launch="training reads its packed rows; serving also reads and writes three carried rows a sequence",
+    launch="16 rows a program, one in decode; training reads its packed rows; serving also reads and writes three carried rows a sequence",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:causal_conv",

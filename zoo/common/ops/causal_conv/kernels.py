@@ -13,7 +13,7 @@ from zoo.common.rows import Rows
 BLOCK = 512
 # rows and channels of a program, where sequences have one row or several: neither moves a byte
 SHAPES = ((1, BLOCK), (16, 1024))
-TURN = tl.constexpr(2)  # rows loaded together
+TURN = tl.constexpr(2)  # rows loaded together; it divides every number of rows above 1 in SHAPES
 
 
 @triton.jit

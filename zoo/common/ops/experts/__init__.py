@@ -27,7 +27,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:experts", f"{__name__}.reference:experts_backward", defining=True),
         Provider(
             "deepgemm", "fixed_k", "cuda", f"{__name__}.kernels:experts_deepgemm", f"{__name__}.kernels:experts_backward",
-            needs=("deep_gemm",), serves=_deepgemm_serves,
+            needs=("deep_gemm",), serves=_deepgemm_serves, version=2,
         ),
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:experts_triton", f"{__name__}.kernels:experts_backward", defining=True),
         Provider(

@@ -301,7 +301,7 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     # positions without a pair compute what memory held, those past the last expert nothing: nobody reads them
     x_PD = _copy_rows(x_RD, layout.pair_P, slots, x_RD.new_empty(positions, hidden))
     gate_up_P2F, down_PD = x_RD.new_empty(positions, 2 * inner), x_RD.new_empty(positions, hidden)
-    ends_X = layout.first_X1[1:].contiguous()
+    ends_X = layout.first_X1[1:]
     product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
     product(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, ends_X)
     product(swiglu(gate_up_P2F, layout.pair_P), down_XDF.contiguous(), down_PD, ends_X)

@@ -38,7 +38,8 @@ CONTRACT = Contract(
     laws=("row", "split", "place", "shard", "repeat"),
     backward="by chunk in FP32, states recomputed, fixed order; of an initial state too. On CUDA operands of products are rounded to "
     "the program's dtype, once: exp(G) grad, grad_r, in the scan grad_u and the states' gradients; as two operands each: P, T, else "
-    "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, H and exp(G_63 - G_j) k_j are the forward's",
+    "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, H and exp(G_63 - G_j) k_j are the forward's. log_decay's "
+    "is a sum less another: where it should vanish FP32 noise is left, about 1e-7 of max |q . grad_q|",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
     "same launch",
     providers=(
@@ -61,15 +62,7 @@ class _GatedDelta(OpFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        initial: Tensor | None,
-        rows: Rows,
-        provider: Provider,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, rows: Rows, provider: Provider
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, log_decay, beta, *(() if initial is None else (initial,)))
         ctx.rows, ctx.provider = rows, provider

@@ -1,4 +1,4 @@
-"""The backward of gated_delta by chunk, for every device: batched products over all chunks, a scan over states each way.
+"""The backward of gated_delta by chunk, on the CPU: batched products over all chunks, a loop over states each way.
 
 Nothing is saved but the inputs. Everything is FP32 (float64 for float64 operands), without the forward's roundings. With H the
 state at a chunk's start, D_ij = exp(G_i - G_j), A_ij = beta_i D_ij (k_i . k_j) below the diagonal, T = (I + A)^-1:
@@ -20,7 +20,7 @@ BUDGET = 1 << 26  # elements of one [chunks, heads, 64, width] operand; more are
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """Which rows make which chunk of which document; C is a host bound, spare chunks hold no row.
+    """Which rows make which chunk of which document; C is a host bound, spare chunks (one for each document without rows) hold no row.
 
     row_CJ    the row at each place, R (a row of zeros) where there is none
     first_N   a document's first chunk; count_N its chunks, the last of them whole or not (whole_N)
@@ -58,8 +58,9 @@ class ChunkGrid:
         return out[:rows]
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """(each document's chunk number `step`, whether it has one)."""
-        return self.first_N + (self.count_N - 1).clamp(max=step), step < self.count_N
+        """(each document's chunk number `step`, its last one or, without rows, a spare one where it has none; whether it has one)."""
+        mine_N = self.first_N + (self.count_N - 1).clamp(max=step)
+        return torch.where(self.count_N > 0, mine_N, self.row_CJ.shape[0] - 1), step < self.count_N
 
 
 def gated_delta_backward(
@@ -105,7 +106,7 @@ def gated_delta_backward(
 
 
 def _heads(
-    scans: ChunkLoop, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
+    loop: ChunkLoop, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grad: Tensor, initial: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, ...]:
     """All chunks of some heads: operands [C, V, 64, ...], states [N, V, K, E]."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
@@ -118,11 +119,11 @@ def _heads(
     a = kept * beta_1
     both = torch.linalg.solve_triangular(a, torch.cat([beta_1 * rise * k, beta_1 * v], -1), upper=False, unitriangular=True)
     w, own = both.split([k.shape[-1], v.shape[-1]], -1)
-    start, u = scans.states(w, own, leave, decay, initial)
+    start, u = loop.states(w, own, leave, decay, initial)
 
     grad = grad * q.shape[-1] ** -0.5
     p = q @ k.mT * fade
-    grad_u, grad_next, grad_initial = scans.gradients(w, leave, decay, p.mT @ grad, (rise * q).mT @ grad, grad_final)
+    grad_u, grad_next, grad_initial = loop.gradients(w, leave, decay, p.mT @ grad, (rise * q).mT @ grad, grad_final)
     grad_r = torch.linalg.solve_triangular(a.mT, grad_u, upper=True, unitriangular=True)
     grad_a = -(grad_r @ u.mT).tril(-1)
     grad_p = (grad @ u.mT).tril()

@@ -112,7 +112,7 @@ def _keys(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, row, low, high, slot, he
 @triton.jit
 def _scores(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, slot_ptr, chunk_ptr, decay_ptr, tile_ptr, leave_ptr, k_stride, heads,
             REPEAT: tl.constexpr, K: tl.constexpr, CACHED: tl.constexpr):  # fmt: skip
-    """exp(G_63 - G_j) k_j, and tile [C, V, 64, 64]: -a below the diagonal, zeros +0; eights of columns beyond it aren't written."""
+    """exp(G_63 - G_j) k_j, and tile [C, V, 64, 64]: -a below the diagonal, zeros +0; sectors wholly beyond it aren't written."""
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, low, high, n = _chunk(chunk_ptr, c)
     if high == 0:
@@ -124,7 +124,7 @@ def _scores(k_ptr, beta_ptr, k_cache_ptr, beta_cache_ptr, slot_ptr, chunk_ptr, d
     leave = k.to(tl.float32) * tl.exp(tl.load(decay_ptr + at * J + J - 1) - decay)[:, None]
     tl.store(leave_ptr + at * J * K + lane[:, None] * K + tl.arange(0, K)[None, :], leave.to(k.dtype))
     a = tl.dot(k, tl.trans(k), input_precision="ieee") * _fade(decay) * beta[:, None]
-    near = (lane // 8)[None, :] <= (lane // 8)[:, None]
+    near = (lane // 8)[None, :] <= (lane // 8)[:, None]  # 8: a sector of memory, 32 bytes; not INVERT_ROWS
     tl.store(tile_ptr + at * J * J + lane[:, None] * J + lane[None, :], -a, mask=near)  # 0 - a: never -0
 
 
@@ -395,7 +395,7 @@ def gated_delta(
 
 
 def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
-    """o_RVE; the slots of `state` advance in place. One row a sequence can be captured in a CUDA graph."""
+    """o_RVE; the slots of `state` advance in place. Several rows a sequence, or one, can be captured in a CUDA graph."""
     operands = (q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
     if rows.max_rows > 1:
         return _by_chunks(*operands, None, state, rows)[0]

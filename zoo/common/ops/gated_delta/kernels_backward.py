@@ -1,9 +1,9 @@
 """The backward of gated_delta on CUDA: `backward`'s formulas as kernels of a chunk and head, around a scan over states each way.
 
 Nothing is saved but the inputs: the forward's kernels make T, w, u and the states' images again. Operands of products have q's dtype,
-P, T, grad_u and the scores' gradients are two of them each (`_fine`); the rest is FP32. The sums over rows and columns of
-grad_P P + grad_A A are q and k times products that their own gradients need, so neither P nor A is made for them, nor k H for
-grad_beta = grad_r . v + k . (grad_A / beta k - exp(G) grad_r H^T).
+P, T, the scores' gradients and, but in the scan, grad_u are two of them each (`_fine`); the rest is FP32. The sums over rows and
+columns of grad_P P + grad_A A are q and k times products that their own gradients need, so neither P nor A is made for them, nor
+k H for grad_beta = grad_r . v + k . (grad_A / beta k - exp(G) grad_r H^T).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.common.delta_memory import CHUNK
-from zoo.common.ops.gated_delta import backward, kernels
+from zoo.common.ops.gated_delta import kernels
 from zoo.common.ops.gated_delta.kernels import J, _fade, _heads_contiguous
 from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 
-WIDTHS = (16, 32, 64, 128)
 SCAN_SHAPE = (32, 4)  # columns of a state's gradient that a program holds, warps; (64, 8) fits too
 KEY_COLUMNS = 64  # of k's gradient that a program holds at once: with more it spills
 SUM_ROWS = 16
@@ -223,10 +222,8 @@ def gated_delta_backward(
     initial_NVKE: Tensor | None,
     rows: Rows,
 ) -> tuple[Tensor, ...]:
-    """As `backward.gated_delta_backward`, which takes the widths that have no kernel."""
-    if q_RHK.shape[2] != v_RVE.shape[2] or q_RHK.shape[2] not in WIDTHS or q_RHK.dtype == torch.float64:
-        operands = (grad_RVE, grad_final_NVKE, q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows)
-        return backward.gated_delta_backward(*operands)
+    """As `backward.gated_delta_backward`, for the widths that CUDA's providers serve."""
+    assert q_RHK.shape[2] == v_RVE.shape[2] and q_RHK.dtype != torch.float64, (q_RHK.shape, v_RVE.shape, q_RHK.dtype)
     q, k, v, grad = (_heads_contiguous(t) for t in (q_RHK, k_RHK, v_RVE, grad_RVE.to(v_RVE.dtype)))
     beta, (chunk, sequence) = beta_RV.contiguous(), kernels.plan(rows)
     (_, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape

@@ -23,9 +23,7 @@ def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, inner, SOME: tl.constexpr,
     if SOME:
         if tl.max(row, 0) < 0:
             return
-    at = x_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + inner, mask=mask, other=0.0).to(tl.float32)
+    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, inner)
     out = silu_times(gate, up)
     tl.store(y_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], out.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -38,9 +36,7 @@ def _swiglu_backward(
     if SOME:
         if tl.max(row, 0) < 0:
             return
-    at = x_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + inner, mask=mask, other=0.0).to(tl.float32)
+    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, inner)
     upstream = tl.load(grad_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], mask=mask, other=0.0).to(tl.float32)
     denominator = 1.0 + tl.exp(-gate)
     sigmoid = tl.div_rn(tl.full((ROWS, BLOCK), 1.0, tl.float32), denominator)
@@ -60,6 +56,13 @@ def _elements(pair_ptr, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLO
     if SOME:
         live &= tl.load(pair_ptr + row, mask=live, other=-1) >= 0
     return tl.where(live, row, -1), column, live[:, None] & (column < inner)[None, :]
+
+
+@triton.jit
+def _gate_up(x_ptr, row, column, mask, row_stride, inner):
+    """Those elements in FP32."""
+    at = x_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + inner, mask=mask, other=0.0).to(tl.float32)
 
 
 def swiglu(gate_up: Tensor, pair_P: Tensor | None = None) -> Tensor:
