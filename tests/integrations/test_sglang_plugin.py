@@ -838,7 +838,7 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
 
 @pytest.mark.parametrize(
     ("changed", "rows", "captured"),
-    [({}, 512, [256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
+    [({}, 512, [512, 256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
      ({"disable_prefill_cuda_graph": True}, 512, [])],
 )  # fmt: skip
 def test_stand_in_prefill_graphs_in_the_decode_runner(
