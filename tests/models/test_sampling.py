@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.ops.sample.reference import gumbel, philox
+from zoo.common.ops.sample.replay import log_sum_exp, score_of
 from zoo.common.program import resolve
 from zoo.common.sampling import MASS_ONE, NO_CUT, RowSampling, SamplingParams, sample, score_filtered, support
 from zoo.testing import LawBroken, assert_same_bytes
@@ -257,6 +258,25 @@ def test_token_is_the_argmax_over_the_support(seed: int, position: int, vocabula
     renormalised = wide[0, token] - wide.masked_fill(~kept, -torch.inf).logsumexp(1)
     assert filtered.item() == pytest.approx(min(renormalised.item(), 0.0), abs=3e-6)
     assert filtered.item() <= 0 and kept[0, token].all()
+
+
+@pytest.mark.parametrize("vocabulary", [9, 700])
+def test_the_draws_log_sum_exp_is_scorings(vocabulary: int) -> None:
+    """From whole logits without a token, and from hidden rows by log_prob's chunks."""
+    hidden, weight = operands(40, vocabulary)
+    targets = torch.arange(40) % vocabulary
+    x = ops.logits(hidden, weight, program=PROGRAM)
+    calls: list[str] = []
+    with ops.watch(lambda contract, arguments, result: calls.append(contract.name)):
+        found = log_sum_exp(x, PROGRAM)
+    scored = ops.log_prob(hidden, weight, targets, program=PROGRAM)
+    assert calls == [], "no token is scored for it"
+    assert_same_bytes([found, score_of(x, found, targets)], [scored.lse_R, scored.log_prob_R], "log-sum-exp")
+    # control: another order of the sum is another number in some row
+    with pytest.raises(LawBroken):
+        assert_same_bytes([x.logsumexp(1)], [scored.lse_R], "log-sum-exp")
+    dead = torch.full((1, vocabulary), -torch.inf)
+    assert log_sum_exp(torch.cat([x[:1], dead]), PROGRAM)[0] == found[0]
 
 
 def test_greedy_takes_the_lower_id_and_scores_natively() -> None:

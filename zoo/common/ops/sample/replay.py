@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import CONTRACTS, OpFunction, closed_form
-from zoo.common.ops.log_prob import log_prob_of_logits, logits
+from zoo.common.ops.log_prob import CONTRACT as LOG_PROB
+from zoo.common.ops.log_prob import logits
 from zoo.common.ops.log_prob.backward import through_logits
 from zoo.common.program import Program
 
@@ -35,7 +36,10 @@ def restrict(scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, fi
 
 
 def log_sum_exp(scaled_RV: Tensor, program: Program) -> Tensor:
-    return log_prob_of_logits(scaled_RV, torch.zeros_like(scaled_RV[:, 0], dtype=torch.int64), program=program).lse_R
+    """log_prob's, without the score of a token: none is chosen yet, and each of these launches counts in a decode step."""
+    provider = LOG_PROB.provider(program)
+    lse_R, _ = provider.function("merge_groups")(*provider.function("forward")(scaled_RV, program.vocab_group))
+    return lse_R
 
 
 def score_of(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
