@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import gc
 import importlib
 import json
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +47,7 @@ from zoo.sglang_plugin import (
     updating,
 )  # fmt: skip
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
-from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined
+from zoo.sglang_plugin.columns import ExactColumn, HostColumn, SharedColumn, WeightsState, joined
 from zoo.sglang_plugin.scores import prompt_scores, scored_rows
 
 PAGE = 8
@@ -413,6 +415,85 @@ def test_host_columns_keep_fp32() -> None:
     assert torch.equal(torch.tensor(back, dtype=torch.float64).float().view(torch.int32), values.view(torch.int32))
 
 
+class Output:
+    """Stands for SGLang's output of a forward, which can be referenced weakly."""
+
+    def __init__(self, logits_RV: Tensor) -> None:
+        self.next_token_logits = logits_RV
+        self.next_token_logprobs: Any = None
+        self.customized_info: dict[str, Any] | None = None
+
+
+@pytest.mark.parametrize("processed", [Tensor.tolist, Tensor.clone])
+def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`processed`: what SGLang's result processor makes of its own column, of a prefill or of a decode step."""
+    stock = types.SimpleNamespace(Sampler=object, SGLANG_RETURN_ORIGINAL_LOGPROB=False)
+    page = over_stand_ins(
+        monkeypatch,
+        "sampler",
+        {
+            "layers": {"sampler": stock},
+            "layers.logits_processor": {"LogitsProcessorOutput": Output},
+            "sampling.sampling_batch_info": {"SamplingBatchInfo": dataclasses.make_dataclass("SamplingBatchInfo", [])},
+        },
+    )
+    program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
+    sampler = page.RowSampler()
+    sampler.program, sampler.weights = program, WeightsState()
+    logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
+    positions = torch.tensor([4, 9, 2])
+
+    def drawn(returned: bool, **params: Any) -> tuple[Output, ops.Drawn]:
+        rows = RowSampling.of([SamplingParams(seed=n, **params) for n in range(3)], [0] * 3, "cpu")
+        output = Output(logits_RV)
+        token = sampler.forward(output, page.RowsBatchInfo(rows=rows), returned, [0] * 3, [None] * 3, positions)
+        wanted = ops.sample(logits_RV, rows.at(torch.arange(3), positions + 1), program)
+        assert torch.equal(token, wanted.token_R) and (output.next_token_logprobs is not None) == returned
+        return output, wanted
+
+    def read(output: Output) -> list[float]:
+        assert output.customized_info is not None
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = processed(output.next_token_logprobs)
+        column = output.customized_info[FILTERED]
+        return [column[i] for i in range(3)]
+
+    for returned, params, kind in (
+        (True, {}, SharedColumn), (True, {"temperature": 0.7}, SharedColumn), (False, {}, HostColumn), (True, {"top_k": 4}, HostColumn),
+    ):  # fmt: skip
+        output, wanted = drawn(returned, **params)
+        assert output.customized_info is not None and type(output.customized_info[FILTERED]) is kind
+        assert read(output) == wanted.filtered_log_prob_R.tolist()
+        # control: under a filter SGLang's column is another one
+        assert torch.equal(wanted.log_prob_R, wanted.filtered_log_prob_R) == ("top_k" not in params)
+
+    gc.disable()
+    try:
+        output, _ = drawn(True)
+        assert output.customized_info is not None
+        column, gone = output.customized_info[FILTERED], weakref.ref(output)
+        del output
+        assert gone() is None
+        with pytest.raises(RuntimeError, match="let its output go"):
+            column[0]
+        # control: the cycle that a counting reference would be
+        cycle = Output(logits_RV)
+        cycle.customized_info = {FILTERED: cycle}
+        gone = weakref.ref(cycle)
+        del cycle
+        assert gone() is not None
+    finally:
+        gc.enable()
+
+
+def test_stand_in_the_longest_sequence_picks_the_graph(scheduler_pages: types.SimpleNamespace) -> None:
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.context, backend.graphs = 4096, types.SimpleNamespace(length_for=lambda longest: longest)
+    many = torch.arange(80, dtype=torch.int32).roll(30)
+    found = [backend.graph_length(lengths) for lengths in (torch.tensor([5, 900, 7]), many, many[-2:], None)]
+    assert found == [900, 79, 49, 4096] and all(type(length) is int for length in found)
+
+
 def test_joined_rows_are_the_rows_of_both() -> None:
     params = [
         SamplingParams(temperature=0.5, top_p=0.3, seed=1 << 63),
@@ -634,7 +715,7 @@ def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[st
         module = types.ModuleType(f"sglang.srt.{path}")
         vars(module).update(fields)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for page in ("backend", "served"):
+    for page in ("backend", "sampler", "served"):
         monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
         del sys.modules[f"zoo.sglang_plugin.{page}"]
     return import_module(f"zoo.sglang_plugin.{name}")

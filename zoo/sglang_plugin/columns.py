@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,27 @@ class HostColumn:
         return self._values[i]
 
 
+class SharedColumn:
+    """Entry i of an output's `next_token_logprobs`, which SGLang itself brings to the host before it reads a result: no copy of its own.
+
+    A list after a prefill, a tensor after a decode step. The output holds this column: a reference that counts would be a cycle, and
+    keep the output's logits until the garbage collector comes.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._values: list[float] | None = None
+        self._output = weakref.ref(output)
+
+    def __getitem__(self, i: int) -> float:
+        if self._values is None:
+            output = self._output()
+            if output is None:
+                raise RuntimeError("a step's log-probabilities are read, but SGLang let its output go: it handed on a copy of it")
+            values = output.next_token_logprobs
+            self._values = values if isinstance(values, list) else values.tolist()
+        return self._values[i]
+
+
 @dataclasses.dataclass
 class WeightsState:
     """How often a server's weights were written, and whether SGLang emptied its cache since (it can while no request runs)."""
@@ -52,10 +75,10 @@ class ExactColumn:
     after a step's launch may have reached it."""
 
     def __init__(self, state: WeightsState) -> None:
-        self._state, self._launched = state, dataclasses.replace(state)
+        self._state, self._writes, self._flushed = state, state.writes, state.flushed
 
     def __getitem__(self, i: int) -> bool:
-        return self._launched.flushed and self._launched.writes == self._state.writes
+        return self._flushed and self._writes == self._state.writes
 
 
 def joined(left: RowSampling, right: RowSampling) -> RowSampling:

@@ -14,7 +14,7 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.program import Program
 from zoo.common.sampling import RowSampling
-from zoo.sglang_plugin.columns import ExactColumn, HostColumn, WeightsState, joined, on_device
+from zoo.sglang_plugin.columns import ExactColumn, HostColumn, SharedColumn, WeightsState, joined, on_device
 from zoo.sglang_plugin.names import EXACT, FILTERED
 from zoo.sglang_plugin.requests import sampling_params
 
@@ -72,9 +72,11 @@ class RowSampler(stock.Sampler):
         logits_RV = logits_output.next_token_logits
         rows = dataclasses.replace(sampling_info.rows, position_R=positions.long() + 1)
         drawn = ops.sample(logits_RV, rows, self.program)
+        # without filters it is the column that SGLang copies anyway
+        shared = return_logprob and drawn.filtered_log_prob_R is drawn.log_prob_R
         # always, since a request's list must have one entry for each of its tokens
         logits_output.customized_info = {
-            FILTERED: HostColumn(drawn.filtered_log_prob_R),
+            FILTERED: SharedColumn(logits_output) if shared else HostColumn(drawn.filtered_log_prob_R),
             EXACT: ExactColumn(self.weights),
         }
         if return_logprob:
