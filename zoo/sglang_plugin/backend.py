@@ -12,6 +12,12 @@ from torch import Tensor
 from zoo.common.serving import ForServing
 from zoo.sglang_plugin.memory import GraphSteps, KeyValuePool, PrefillSteps, Step, StepBuilder
 
+SHORT = 32  # up to so many lengths Python's max is faster than the tensor's, and a decode step asks three times
+
+
+def longest(seq_lens_cpu: Tensor) -> int:
+    return max(seq_lens_cpu.tolist()) if seq_lens_cpu.numel() <= SHORT else int(seq_lens_cpu.max())
+
 
 class PagedBackend(AttentionBackend):
     """Owns no number: it says which rows a forward has and where their history lies. The model calls `step` and `pool` itself."""
@@ -57,8 +63,8 @@ class PagedBackend(AttentionBackend):
         """Eager batches."""
         b = forward_batch
         if b.forward_mode.is_decode_or_idle():
-            longest = int(b.seq_lens_cpu.max()) if b.batch_size else 1
-            self.forward_metadata = self.builder.decode(b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, longest)
+            most = longest(b.seq_lens_cpu) if b.batch_size else 1
+            self.forward_metadata = self.builder.decode(b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, most)
         else:
             self.forward_metadata = self.builder.extend(
                 b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, b.extend_seq_lens, b.extend_prefix_lens,
@@ -76,7 +82,7 @@ class PagedBackend(AttentionBackend):
     def graph_length(self, seq_lens_cpu: Tensor | None) -> int:
         """Which captured bound serves these lengths."""
         assert self.graphs is not None
-        return self.graphs.length_for(self.context if seq_lens_cpu is None else int(seq_lens_cpu.max()))
+        return self.graphs.length_for(self.context if seq_lens_cpu is None else longest(seq_lens_cpu))
 
     @contextmanager
     def capturing(self, length: int) -> Iterator[None]:
