@@ -364,6 +364,49 @@ def test_stand_in_allocator_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(allocator(80, [1]), [0], [5], [-1]) == "original"
 
 
+@pytest.mark.parametrize("page", [80, 128])
+def test_stand_in_slots_of_a_decode_step(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own, here token by token, is asked where a sequence starts a page and where it may do more than hand out slots."""
+    backend = types.SimpleNamespace(attention_backend="zoo")
+    context = types.SimpleNamespace(get_server_args=lambda: backend)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)  # type: ignore[arg-type]
+    asked: list[list[int]] = []
+
+    def original(made: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor:
+        length, free = seq_lens_cpu.tolist(), made.free_pages.tolist()
+        asked.append(length)
+        made.free_pages = made.free_pages[sum(n % page == 1 for n in length) :]
+        return torch.tensor(naive_slots([n - 1 for n in length], length, last_loc.tolist(), free, page))
+
+    def ask(length: list[int], last: list[int], free: list[int], debug: bool = False) -> tuple[list[int], list[int], bool]:
+        """The slots, the pages left, and whether SGLang's own gave them."""
+        made, before = types.SimpleNamespace(page_size=page, free_pages=torch.tensor(free), debug_mode=debug), len(asked)
+        n = torch.tensor(length)
+        found = slots.around_alloc_decode(original, made, n, n, torch.tensor(last, dtype=torch.int32))
+        assert found is not None and found.dtype == torch.int64
+        return found.tolist(), made.free_pages.tolist(), len(asked) > before
+
+    draw = random.Random(page)
+    starts = []
+    for _ in range(60):
+        length = [draw.choice([2, page - 1, page, page + 2, 2 * page, 3 * page + draw.randint(1, 4)]) for _ in range(draw.randint(1, 4))]
+        last = [draw.randrange(100, 200) * page + (n - 2) % page for n in length]
+        free = draw.sample(range(1, 90), 8)
+        wanted = naive_slots([n - 1 for n in length], length, last, free, page)
+        starts.append(any(n % page == 1 for n in length))
+        taken = sum(n % page == 1 for n in length)
+        assert ask(length, last, free) == (wanted, free[taken:], starts[-1])
+        # control: the slot behind the last one is wrong exactly where a page starts
+        assert ([slot + 1 for slot in last] != wanted) == starts[-1]
+    assert {True, False} == set(starts)
+    plain = [5, 6], [page + 3, 2 * page + 4]
+    assert ask(*plain, free=[7, 8]) == ([page + 4, 2 * page + 5], [7, 8], False)
+    # too few pages if both started one: SGLang sorts the pages that came back; its checks; another backend
+    assert ask(*plain, free=[7])[2] and ask(*plain, free=[7, 8], debug=True)[2]
+    backend.attention_backend = "triton"
+    assert ask(*plain, free=[7, 8])[2]
+
+
 def wrapped(config: Qwen35Config) -> dict[str, Any]:
     kind = config.model_type
     return {"model_type": kind, "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config.to_hf(),

@@ -28,6 +28,8 @@ def assert_active(runner: Any) -> None:
         raise RuntimeError(f"the sampler is {type(runner.sampler).__name__}, not the zoo's")
     if not power_of_two(args.page_size) and not hasattr(PagedTokenToKVPoolAllocator.alloc_extend, "__wrapped__"):
         raise RuntimeError(f"pages of {args.page_size} can't be handed out: the hook on alloc_extend is not active")
+    if not hasattr(PagedTokenToKVPoolAllocator.alloc_decode, "__wrapped__"):
+        raise RuntimeError("every decode step would launch SGLang's kernel for its slots: the hook on alloc_decode is not active")
     if args.enable_return_routed_experts and not hasattr(SchedulerBatchResultProcessor._maybe_collect_routed_experts, "__wrapped__"):
         raise RuntimeError("routing weights would not be returned: the hook on _maybe_collect_routed_experts is not active")
     wanted = PROGRAMS[args.attention_backend]

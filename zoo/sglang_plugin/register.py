@@ -8,6 +8,8 @@ Each hook (SGLang's HookRegistry), why no registry does it, and who notices if i
   `--attention-backend zoo` is unknown to the scheduler.
 - around PagedTokenToKVPoolAllocator.alloc_extend: SGLang's kernel takes pages of a power of two only; for others it is asked for
   the same slots here. The scheduler asserts that it is wrapped.
+- around PagedTokenToKVPoolAllocator.alloc_decode: a decode step that starts no page needs none of SGLang's kernel. The scheduler
+  asserts that it is wrapped.
 - after ModelRunner._decode_cuda_graph_runner_cls: graphs per bound on the length. The backend refuses to be captured otherwise.
 - after SamplingBatchInfo.from_schedule_batch: FP32 temperature and top_p are too coarse, seeds are dropped. The sampler refuses
   the batch.
@@ -33,7 +35,7 @@ from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import around_resolution
 from zoo.sglang_plugin.parser import register_parser
-from zoo.sglang_plugin.slots import around_alloc_extend
+from zoo.sglang_plugin.slots import around_alloc_decode, around_alloc_extend
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ SRT = "sglang.srt"
 # SGLang's tags of memory that is released and resumed: with its key-value pool, with the model
 KV_MEMORY = "kv_cache"
 WEIGHTS_MEMORY = "weights"
+PAGES = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -62,7 +65,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
     return [
         (f"server_args.ServerArgs.{resolver()}", around_resolution, "AROUND"),
         ("model_executor.model_runner.ModelRunner.initialize", around_initialize, "AROUND"),
-        ("mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend", around_alloc_extend, "AROUND"),
+        (PAGES + ".alloc_extend", around_alloc_extend, "AROUND"),
+        (PAGES + ".alloc_decode", around_alloc_decode, "AROUND"),
         ("model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", after_graph_runner, "AFTER"),
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
         ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),

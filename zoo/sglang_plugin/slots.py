@@ -1,4 +1,4 @@
-"""Token slots of a prefill where a page is not a power of two, which SGLang's kernel for it demands."""
+"""Token slots: of a prefill where a page is not a power of two, which SGLang's kernel demands; of a decode step that starts no page."""
 
 from __future__ import annotations
 
@@ -62,3 +62,24 @@ def around_alloc_extend(
     slots = extend_slots(prefix_lens, seq_lens, last_loc, allocator.free_pages, extend_num_tokens, page)
     allocator.free_pages = allocator.free_pages[pages:]
     return slots
+
+
+def around_alloc_decode(
+    original: Callable[..., Tensor | None], allocator: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+) -> Tensor | None:
+    """Hook around `PagedTokenToKVPoolAllocator.alloc_decode`; `seq_lens` count the token to come.
+
+    Where no sequence starts a page, each takes the slot behind its last one and no page is taken: what SGLang's kernel gives, by one
+    launch. SGLang's own runs for all else, and where it could sort its free pages or check itself.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    page = allocator.page_size
+    if (
+        get_server_args().attention_backend not in PROGRAMS
+        or allocator.debug_mode
+        or len(seq_lens) > len(allocator.free_pages)
+        or any(length % page == 1 for length in seq_lens_cpu.tolist())
+    ):
+        return original(allocator, seq_lens, seq_lens_cpu, last_loc)
+    return torch.add(last_loc, 1, out=torch.empty(last_loc.shape, dtype=torch.int64, device=last_loc.device))
