@@ -40,6 +40,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 0.3, "top_p": 0.37},
 )
+PLAIN: tuple[dict[str, Any], ...] = tuple({"temperature": t} for t in (0, 1.0, 0.7, 1.3))  # a batch without filters draws otherwise
 SHORT, LONG = (1, 7, 63, 127, 128, 129, 255, 300, 511, 640, 777), (1990, 2040, 2300, 4200)
 CONTEXT = 6144
 SQUEEZE = 0.45  # of the pages that all requests need at once: the others are retracted or wait
@@ -55,23 +56,28 @@ LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 ENGINE_PHASES = {
     "fresh, prompts too": False,
     "from the cache": False,
+    "without filters": False,
     "after an update": True,
     "paused and continued": True,
     "paused, retracted, continued": True,
     "updated from disk": False,
     "updated by a process group": True,
 }
-SERVER_PHASES = {"over HTTP": False, "pages released and resumed": False, "all released and resumed": False}
+SERVER_PHASES = {"over HTTP": False, "without filters, over HTTP": False, "pages released and resumed": False, "all released and resumed": False}
 Request = tuple[list[int], dict[str, Any]]
 
 
-def requests(count: int, tokens: int, vocabulary: int, hybrid: bool) -> list[Request]:
-    """(prompt, sampling parameters): mixed lengths, greedy and every filter; some of a hybrid model's may stop early."""
+def requests(count: int, tokens: int, vocabulary: int, hybrid: bool, kinds: Sequence[dict[str, Any]] = KINDS) -> list[Request]:
+    """(prompt, sampling parameters): mixed lengths, `kinds` in turn; some of a hybrid model's may stop early.
+
+    Of requests without filters every third draws twice as much, so that batches shrink between steps.
+    """
     draw = random.Random(5)
     out = []
     for i in range(count):
         length = draw.choice(LONG if i % 16 == 3 else SHORT)
-        params = {**KINDS[i % len(KINDS)], "max_new_tokens": tokens, "ignore_eos": not hybrid}
+        drawn = 2 * tokens if kinds is PLAIN and i % 3 == 0 else tokens
+        params = {**kinds[i % len(kinds)], "max_new_tokens": drawn, "ignore_eos": not hybrid}
         out.append(([draw.randrange(vocabulary) for _ in range(length)], params))
     return out
 
@@ -202,6 +208,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
     phase("from the cache", sent=asked)
+    phase("without filters", sent=requests(count, tokens, model.config.vocabulary, model.hybrid, PLAIN))
     phase("after an update", lambda: _push(server, model), asked, logprob_start_len=0)
     for name, mode in (("paused and continued", "in_place"), ("paused, retracted, continued", "retract")):
         with diary.phase(name, EVENT_SECONDS) as notes:
@@ -411,6 +418,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
 
     def all_phases(server: Server, saver: bool) -> None:
         phase(server, "over HTTP", asked, dict)
+        phase(server, "without filters, over HTTP", requests(FEW, tokens, model.config.vocabulary, model.hybrid, PLAIN), dict)
         if saver:
             phase(server, "pages released and resumed", asked[:FEW], lambda: released(server, ["kv_cache"]))
             phase(server, "all released and resumed", asked[:FEW], lambda: released(server, None))

@@ -204,6 +204,15 @@ def test_requests_mix_lengths_and_every_filter() -> None:
     assert proof.main(["qwen3", "--size", "absent"]) == 2
 
 
+def test_requests_without_filters_have_none() -> None:
+    """A batch that once held a filter keeps the filtered draw, so these have a phase of their own."""
+    asked = phases.requests(64, 96, 1000, hybrid=False, kinds=phases.PLAIN)
+    params = [p for _, p in asked]
+    assert all(set(p) == {"temperature", "max_new_tokens", "ignore_eos"} for p in params)
+    assert {p["temperature"] for p in params} == {0, 1.0, 0.7, 1.3} and {p["max_new_tokens"] for p in params} == {96, 192}
+    assert {"without filters"} <= set(phases.ENGINE_PHASES) and {"without filters, over HTTP"} <= set(phases.SERVER_PHASES)
+
+
 def test_what_the_engine_left_is_scored_before_the_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run: list[str] = []
 
