@@ -63,7 +63,12 @@ ENGINE_PHASES = {
     "updated from disk": False,
     "updated by a process group": True,
 }
-SERVER_PHASES = {"over HTTP": False, "without filters, over HTTP": False, "pages released and resumed": False, "all released and resumed": False}
+SERVER_PHASES = {
+    "over HTTP": False,
+    "without filters, over HTTP": False,
+    "pages released and resumed": False,
+    "all released and resumed": False,
+}
 Request = tuple[list[int], dict[str, Any]]
 
 
