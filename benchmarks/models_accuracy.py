@@ -37,6 +37,7 @@ def accuracy(bench: Bench, tokens: int) -> None:
     max_error_vs_fp64           the largest absolute difference, in nats
     rerouted                    rows of all mixtures (`routed` of them) that went to other experts than in float64: chance, and more
                                 of an error than any rounding
+    rival_differs               log-probabilities with other bytes than ours: none where cuBLAS splits no product and keys fill one segment
     same_experts_error_vs_fp64  the relative error against the float64 model whose mixtures are given the program's experts
 
     A rival that fails is named in `failed` and left out; ours failing raises.
@@ -49,6 +50,7 @@ def accuracy(bench: Bench, tokens: int) -> None:
     exact = next_log_prob(model.logits(ids), ids)
     errors: dict[str, float | None] = {"error_vs_fp64": None, "rival_error_vs_fp64": None}
     more: dict[str, Any] = {}
+    own: Tensor | None = None
     for name, program in bench.programs.items():
         prefix = "" if name == "aligned" else "rival_"
         try:
@@ -60,6 +62,9 @@ def accuracy(bench: Bench, tokens: int) -> None:
             more["failed"] = {name: first_line(error)}
             continue
         errors[f"{prefix}error_vs_fp64"] = relative_error(found, exact)
+        if own is not None:
+            more["rival_differs"] = int((found != own).sum())
+        own = found
         more[f"{prefix}max_error_vs_fp64"] = float((found.double() - exact).abs().max())
         if routes:
             given = next_log_prob(float64_of(bench.source, routes).logits(ids), ids)

@@ -401,6 +401,7 @@ def test_accuracy_of_a_rival_stands_beside_ours(monkeypatch: pytest.MonkeyPatch)
     row, scored = bench.record.rows
     assert row["rival"] == "unaligned" and row["rival_error_vs_fp64"] > row["error_vs_fp64"] > 0
     assert row["rival_max_error_vs_fp64"] != row["max_error_vs_fp64"] and row["rival_rerouted"] != row["rerouted"]
+    assert 0 < row["rival_differs"] < 70
     assert row["rival_same_experts_error_vs_fp64"] > row["same_experts_error_vs_fp64"] > 0
     assert all(scored[key] == row[key] for key in ("error_vs_fp64", "rival_error_vs_fp64"))
 

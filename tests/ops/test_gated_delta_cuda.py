@@ -140,7 +140,7 @@ def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     args = made([200])
     before = gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
     monkeypatch.setattr(kernels, "FOLD_HEADS", 4)
-    monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", 32)
+    monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", 128)
     many = {**args, **{n: torch.cat([args[n]] * 12) for n in OPERANDS}, "lengths": [200] * 12}  # wider blocks in the scan
     after = gated_delta_states(*(many[n] for n in OPERANDS), None, packed_rows(many), program=program())
     assert_same_bytes(after[0][200:400], before[0])
