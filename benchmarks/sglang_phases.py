@@ -229,15 +229,16 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
 @contextmanager
 def _replays(server: Any, notes: dict[str, Any]) -> Iterator[None]:
-    """Notes how many prompt rows graphs served in the block: where they are none, nothing of them was proven."""
+    """Notes how many prompt rows graphs served in the block, and tokens they drew: where they are none, nothing of them was proven."""
     from zoo.sglang_plugin.client import states
 
-    def rows() -> int:
-        return sum(state["prefill_graph_rows"] for state in states(server))
+    def counts() -> dict[str, int]:
+        said = states(server)
+        return {name: sum(state[name] for state in said) for name in ("prefill_graph_rows", "drawn_in_graphs")}
 
-    before = rows()
+    before = counts()
     yield
-    notes["prefill_graph_rows"] = rows() - before
+    notes |= {name: count - before[name] for name, count in counts().items()}
 
 
 def _succeeded(answer: Sequence[Any]) -> None:

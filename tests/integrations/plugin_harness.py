@@ -1,12 +1,14 @@
-"""What the plugin's tests share: a stand-in of SGLang's arguments."""
+"""What the plugin's tests share: stand-ins of SGLang's arguments and modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from zoo.sglang_plugin import options
 
@@ -30,3 +32,34 @@ def arguments(**changed: Any) -> Any:
         "enable_return_routed_experts": False, "disable_radix_cache": False, "max_running_requests": None,
     }  # fmt: skip
     return types.SimpleNamespace(**(values | changed))
+
+
+class Output:
+    """Stands for SGLang's output of a forward, which can be referenced weakly."""
+
+    def __init__(self, next_token_logits: Tensor) -> None:
+        self.next_token_logits = next_token_logits
+        self.next_token_logprobs: Any = None
+        self.customized_info: dict[str, Any] | None = None
+
+
+# what the plugin's page of the sampler takes from SGLang
+SAMPLING: dict[str, dict[str, Any]] = {
+    "layers": {"sampler": types.SimpleNamespace(Sampler=object, SGLANG_RETURN_ORIGINAL_LOGPROB=False)},
+    "layers.logits_processor": {"LogitsProcessorOutput": Output},
+    "sampling.sampling_batch_info": {"SamplingBatchInfo": dataclasses.make_dataclass("SamplingBatchInfo", [])},
+}
+
+
+def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[str, dict[str, Any]]) -> Any:
+    """A page of the plugin, imported over stand-ins of SGLang's modules and forgotten after the test, with those that it imports."""
+    from importlib import import_module
+
+    for path, fields in standing.items():
+        module = types.ModuleType(f"sglang.srt.{path}")
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for page in ("backend", "sampler", "served"):
+        monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
+        del sys.modules[f"zoo.sglang_plugin.{page}"]
+    return import_module(f"zoo.sglang_plugin.{name}")

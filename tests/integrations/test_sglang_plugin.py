@@ -16,12 +16,13 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plugin_harness import arguments, stand_in_sglang
+from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import ops
@@ -415,28 +416,10 @@ def test_host_columns_keep_fp32() -> None:
     assert torch.equal(torch.tensor(back, dtype=torch.float64).float().view(torch.int32), values.view(torch.int32))
 
 
-class Output:
-    """Stands for SGLang's output of a forward, which can be referenced weakly."""
-
-    def __init__(self, logits_RV: Tensor) -> None:
-        self.next_token_logits = logits_RV
-        self.next_token_logprobs: Any = None
-        self.customized_info: dict[str, Any] | None = None
-
-
 @pytest.mark.parametrize("processed", [Tensor.tolist, Tensor.clone])
 def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`processed`: what SGLang's result processor makes of its own column, of a prefill or of a decode step."""
-    stock = types.SimpleNamespace(Sampler=object, SGLANG_RETURN_ORIGINAL_LOGPROB=False)
-    page = over_stand_ins(
-        monkeypatch,
-        "sampler",
-        {
-            "layers": {"sampler": stock},
-            "layers.logits_processor": {"LogitsProcessorOutput": Output},
-            "sampling.sampling_batch_info": {"SamplingBatchInfo": dataclasses.make_dataclass("SamplingBatchInfo", [])},
-        },
-    )
+    page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
     sampler = page.RowSampler()
     sampler.program, sampler.weights = program, WeightsState()
@@ -699,26 +682,12 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
     page, cleared = import_module("zoo.sglang_plugin.register"), []
     runner = types.SimpleNamespace(
         server_args=types.SimpleNamespace(attention_backend="zoo"),
-        attn_backend=types.SimpleNamespace(clear_padding=lambda: cleared.append(1)),
+        attn_backend=types.SimpleNamespace(clear_padding=lambda: cleared.append(1), draws=None),
     )
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
     for tags, count in ((["weights"], 0), (["kv_cache"], 1), (None, 2), ([], 3)):
         page.after_resume(None, updater, types.SimpleNamespace(tags=tags))
         assert len(cleared) == count
-
-
-def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[str, dict[str, Any]]) -> Any:
-    """A page of the plugin, imported over stand-ins of SGLang's modules and forgotten after the test, with those that it imports."""
-    from importlib import import_module
-
-    for path, fields in standing.items():
-        module = types.ModuleType(f"sglang.srt.{path}")
-        vars(module).update(fields)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for page in ("backend", "sampler", "served"):
-        monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
-        del sys.modules[f"zoo.sglang_plugin.{page}"]
-    return import_module(f"zoo.sglang_plugin.{name}")
 
 
 def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -882,6 +851,10 @@ class DecodeRunner:
     def _make_graph_key(self, size: int, stream_idx: int | None = None, variant_label: str | None = None) -> tuple[Any, ...]:
         return size, stream_idx, variant_label
 
+    def load_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> str:
+        self.order.append("loaded")
+        return "as SGLang says"
+
     def capture_one(self, key: Any, run: Callable[[], Tensor]) -> None:
         self.order.append(key)
         self.kept[key] = run, run()
@@ -898,7 +871,7 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
     taken: dict[str, dict[str, Any]] = {
         "arg_groups.overrides": {"resolved_view": lambda args: args},
         "layers.attention.base_attn_backend": {"AttentionBackend": object},
-        "layers.logits_processor": {"LogitsProcessorOutput": types.SimpleNamespace},
+        **SAMPLING,
         "model_executor.forward_context": {"get_attn_backend": lambda: found.backend},
         "model_executor.runner.decode_cuda_graph_runner": {"DecodeCudaGraphRunner": DecodeRunner},
         "runtime_context": {"get_server_args": None},
@@ -906,10 +879,10 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
     }
     for name, values in taken.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", types.SimpleNamespace(**values))  # type: ignore[arg-type]
-    ours = [f"zoo.sglang_plugin.{name}" for name in ("backend", "served", "graphs")]
+    ours = [f"zoo.sglang_plugin.{name}" for name in ("backend", "sampler", "served", "graphs")]
     before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
     try:
-        found.backend_page, found.served, found.graphs = (importlib.import_module(name) for name in ours)
+        found.backend_page, found.sampler, found.served, found.graphs = (importlib.import_module(name) for name in ours)
         yield found
     finally:
         for name in ours:
@@ -976,6 +949,65 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
     # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
+
+
+def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types.SimpleNamespace) -> None:
+    """Model, backend, runner and sampler are the plugin's; a replay runs the captured forward again over the batch that is loaded."""
+    zoo = Qwen3ForServing.from_config(SIZES["tiny"], seed=3, device="cpu")
+    model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
+    torch.nn.Module.__init__(model)
+    model.zoo, model._checked, model._returns_routing = zoo, True, False
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.runner = types.SimpleNamespace(model=model)
+    backend.builder, backend.context, backend.device = builder(), 128, "cpu"
+    backend.pool, backend._capturing = dirty_pool(zoo, 12), None
+    for pages in (*backend.pool.k_pages, *backend.pool.v_pages):
+        pages.normal_(generator=torch.Generator().manual_seed(1))  # stands for a history
+    backend.clear_padding()
+    backend.init_cuda_graph_state(4, 4)
+    scheduler_pages.backend = backend
+    runner = scheduler_pages.graphs.BoundedGraphRunner.__new__(scheduler_pages.graphs.BoundedGraphRunner)
+    runner.attn_backend, runner.order = backend, []
+    sampler = scheduler_pages.sampler.RowSampler()
+    sampler.program, sampler.weights = zoo.program, WeightsState()
+    static = types.SimpleNamespace(
+        forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True), req_pool_indices=torch.zeros(4, dtype=torch.int64),
+        seq_lens=torch.ones(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64), seq_lens_cpu=torch.tensor([17, 9]),
+        out_cache_loc=torch.zeros(4, dtype=torch.int64),
+    )  # fmt: skip
+    ids = torch.zeros(4, dtype=torch.int64)
+    forward = partial(model.forward, ids, static.positions, static)
+    with backend.capturing(SEGMENT):
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        captured = forward()
+    assert set(captured.customized_info) == {names.DRAWN} and not backend.captures
+    assert forward().customized_info is None  # control: an eager step, which leaves the draw to the sampler
+
+    rows = RowSampling.of([SamplingParams(seed=5), SamplingParams(temperature=0.7, seed=6)], [0, 0], "cpu")
+    for asked, by_graph in ((rows, True), (rows, True), (dataclasses.replace(rows, filters=True), False), (None, False)):
+        step = backend.draws.drawn
+        ids[:2] = torch.tensor([4 + step, 9])
+        static.req_pool_indices[:2] = torch.tensor([3, 1])
+        static.seq_lens[:2] = torch.tensor([17 + step, 9])
+        static.positions[:2] = static.seq_lens[:2] - 1
+        static.out_cache_loc[:2] = torch.tensor([slots_of(HELD[3], 17 + step)[-1], slots_of(HELD[1], 9)[-1]])
+        info = object() if asked is None else scheduler_pages.sampler.RowsBatchInfo(rows=asked)
+        assert runner.load_batch(types.SimpleNamespace(sampling_info=info), None) == "as SGLang says"
+        backend.init_forward_metadata_out_graph(static)
+        with backend.capturing(SEGMENT):  # the replay
+            again = forward()
+        packed = captured.customized_info[names.DRAWN].packed.copy_(again.customized_info[names.DRAWN].packed)
+        output = Output(again.next_token_logits[:2])
+        output.customized_info = captured.customized_info
+        if asked is None:
+            continue
+        token = sampler.forward(output, info, True, [0, 0], [None, None], static.positions[:2])
+        wanted = ops.sample(output.next_token_logits, rows.at(torch.arange(2), static.positions[:2] + 1), zoo.program)
+        assert torch.equal(token, wanted.token_R) and torch.equal(output.next_token_logprobs, wanted.log_prob_R)
+        assert backend.draws.drawn - step == (2 if by_graph else 0)
+        # the graph drew in any case: with filters nobody takes it
+        assert torch.equal(packed[:4].view(torch.int64), wanted.token_R)
+    assert runner.order == ["loaded"] * 4 and backend.draws.bound is rows
 
 
 @pytest.mark.interpreted

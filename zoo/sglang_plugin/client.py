@@ -33,7 +33,8 @@ def fingerprint(server: Any) -> Fingerprint:
 
 
 def states(server: Any) -> list[dict[str, Any]]:
-    """What the plugin says in each scheduler of a server: fingerprint, and prefill_graph_rows, the prompt rows that graphs have served.
+    """What the plugin says in each scheduler of a server: fingerprint; prefill_graph_rows, the prompt rows that graphs have
+    served; drawn_in_graphs, the rows that decode graphs have drawn for (under overlap scheduling one more than a request returns).
 
     ValueError if it does not run the plugin.
     """

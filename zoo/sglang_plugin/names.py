@@ -11,6 +11,8 @@ SAMPLER = "zoo"
 FILTERED = "output_token_filtered_logprobs"
 # meta_info key, one bool per output token: every row that it stands on was written by the weights that drew it
 EXACT = "output_token_exact"
+# key of a captured draw on its way from the forward to the sampler; it never leaves the scheduler
+DRAWN = "drawn"
 # meta_info key of the weights of SGLang's `routed_experts`; the last entry has all of a request's
 ROUTING_WEIGHTS = "routing_weights"
 # internal-state key that holds the fingerprint
