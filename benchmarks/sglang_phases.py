@@ -63,6 +63,7 @@ ENGINE_PHASES = {
     "updated from disk": False,
     "updated by a process group": True,
 }
+PLAIN_PHASES = ("without filters", "without filters, over HTTP")
 SERVER_PHASES = {
     "over HTTP": False,
     "without filters, over HTTP": False,
@@ -210,6 +211,8 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
             with _replays(server, notes):
                 answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
             diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
+            if name in PLAIN_PHASES and not notes["drawn_in_graphs"]:
+                raise ValueError("decode graphs drew no token")
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
     phase("from the cache", sent=asked)
@@ -406,6 +409,8 @@ def http(model: Model, folder: Path, tokens: int) -> None:
             with _replays(server.url, notes), ThreadPoolExecutor(HTTP_REQUESTS) as pool:
                 answers = list(pool.map(generate, sent))
             diary.keep(name, SERVER_PHASES[name], sent, answers, fingerprint(server.url))
+            if name in PLAIN_PHASES and not notes["drawn_in_graphs"]:
+                raise ValueError("decode graphs drew no token")
 
     def released(server: Server, tags: Sequence[str] | None) -> dict[str, Any]:
         """Hands memory back and takes it again; released weights then come from the files."""
@@ -433,7 +438,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
         with _serving(model, folder, "--enable-memory-saver") as server:
             all_phases(server, saver=True)
     except ValueError as error:
-        for name in list(SERVER_PHASES)[1:]:
+        for name in (name for name in SERVER_PHASES if "released" in name):
             diary.note(name, error=f"with --enable-memory-saver {error}")
         say(f"again without --enable-memory-saver: {error}")
         with _serving(model, folder) as server:

@@ -4,10 +4,10 @@
 
 Processes one after another: random weights of realistic scale as a published checkpoint; `sglang.Engine` with too few pages for its
 requests (chunked prefill, retraction), asked again (cache hits), updated by tensors, paused in the middle, updated from disk and by a
-process group; the trainer on the recorded token ids; the HTTP server with a client's concurrent calls, its memory released and
-resumed; the trainer on those. Compared: output log-probabilities after temperature alone and after the filters, prompt
-log-probabilities, routed experts and their weights. A phase that fails is a row with its error, and the others go on. Exit status 1 if
-a byte differs or a phase is missing.
+process group; the trainer on the recorded token ids; the HTTP server with a client's concurrent calls, its memory released and resumed;
+the trainer on those. Compared: output log-probabilities after temperature alone and after the filters, prompt log-probabilities, routed
+experts and their weights; and every token is drawn again with its request's seed. A phase that fails is a row with its error, and the
+others go on. Exit status 1 if a byte differs or a phase is missing.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Count:
     """Entries compared and bytes that differ, by what was compared; where the first differing entry is."""
 
     compared: dict[str, int] = field(default_factory=dict)
+    redrawn: int = 0  # tokens that the trainer drew again, each the same one
     differing: dict[str, int] = field(default_factory=dict)
     first: str = ""
 
@@ -96,9 +97,22 @@ def score(model: Model, folder: Path, wanted: dict[str, bool]) -> Iterator[Phase
             for first in range(0, len(phase.lines), TOGETHER):
                 for what, trained, served, where in _compared(trainer, phase.lines[first : first + TOGETHER], first):
                     phase.count.add(what, trained, served, where)
+            if not phase.count.first:  # where bytes differ, that is the finding
+                _redraw(trainer, phase)
         except Exception as error:
             phase.notes.setdefault("error", first_line(error))
         yield phase
+
+
+@torch.no_grad()
+def _redraw(trainer: Any, phase: Phase) -> None:
+    """ValueError naming the first token that its request's seed doesn't draw: scores alone can't tell whose seed drew it."""
+    from zoo.common.engine import Completion, check_draws
+
+    for line in phase.lines:
+        record = Completion.from_dict(line["record"])
+        check_draws(trainer, record)
+        phase.count.redrawn += len(record.output_ids)
 
 
 @torch.no_grad()
@@ -152,6 +166,7 @@ def report(found: Iterable[Phase], model: Model, record: Recorder) -> int:
         row = {
             "kind": "sglang proof", "arch": model.arch, "size": model.size, "layers": model.config.layers, **phase.notes,
             "phase": phase.name, "requests": len(lines), "compared": count.compared, "differing_bytes": count.differing,
+            "redrawn": count.redrawn,
             "cached_tokens": sum(line["cached"] for line in lines), "retractions": sum(line["retracted"] for line in lines),
             "distinct_log_probs": len(set(values)), "first": count.first, "providers": _providers(lines),
         }  # fmt: skip

@@ -151,6 +151,21 @@ def test_a_phase_that_fails_leaves_the_others(lines: Any, tmp_path: Path, monkey
     scored = {phase.name: phase for phase in proof.score(model, tmp_path, wanted)}
     assert "weights: " in scored["second"].notes["error"] and not scored["second"].count.compared
     assert scored["first"].count.compared == {"temperature": 8, "filtered": 8} and "error" not in scored["first"].notes
+    assert scored["first"].count.redrawn == 8
+
+
+def test_a_token_of_another_seed_is_no_proof(lines: Any) -> None:
+    """Its log-probabilities are right; only drawing it again tells."""
+    trainer, good = lines
+    drawn = next(line for line in good if line["record"]["sampling"]["temperature"] == 1.0)
+    phase = proof.Phase("p", [drawn])
+    proof._redraw(trainer, phase)
+    assert phase.count.redrawn == 8
+    other = {**drawn["record"], "sampling": {**drawn["record"]["sampling"], "seed": drawn["record"]["sampling"]["seed"] + 1}}
+    spoiled = {**drawn, "record": other}
+    assert not any(counted(trainer, [spoiled]).differing.values())
+    with pytest.raises(ValueError, match="drawn again it is"):
+        proof._redraw(trainer, proof.Phase("p", [spoiled]))
 
 
 @pytest.mark.parametrize("obeys", [True, False])
