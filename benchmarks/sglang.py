@@ -32,7 +32,7 @@ from zoo.verify.subject import SIZES
 
 LOADS = "64x128,1x128,64x1024,32x128,32x1024,1x1024"  # in the order measured: the first rows come early
 CONTEXT = 2048  # one key segment of heads of 128: the plugin captures one bound
-MARGIN = 4096  # slots beyond what the largest load holds
+MARGIN = 16384  # slots beyond what the largest load holds: whole pages, and the page more that SGLang reserves for each request
 SLOTS = 640  # whole pages of 80 and of 128 tokens
 AIM = 0.97
 START_SHARE = 0.6  # of the budget that may pass before what is ready is measured without the rest
