@@ -440,6 +440,10 @@ def test_wrapped_configs_are_read_strictly_too() -> None:
         ({"text_config": 5}, "text_config must be an object"),
         ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe', and 'qwen3_5_text' in text_config"),
         ({"tie_word_embeddings": "junk"}, "tie_word_embeddings must be true or false, it is 'junk'"),
+        (
+            {"tie_word_embeddings": True, "text_config": {**SIZES["tiny"].to_hf(), "tie_word_embeddings": 1}},
+            "tie_word_embeddings must be true or false, it is 1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Qwen35Config.from_hf({**good, **fields})
@@ -480,6 +484,7 @@ def test_a_changed_config_is_written_as_it_is(tmp_path: Path) -> None:
         found = zoo.load(tmp_path / name, device="cpu")
         assert replace(found.config, wrapped=config.wrapped) == config and found.weights_version == made.weights_version
         assert found.config.wrapped == (name == "same")
+        assert any("language_model" in n for n in tensors_of(tmp_path / name)) == config.wrapped == (name not in ("fewer", "alone"))
 
 
 def test_configs_come_back() -> None:
