@@ -97,23 +97,26 @@ def _uses(table: WeightTable | None, own: bool) -> dict[str, str]:
 
 
 def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
-    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout.
+    """The content hash that a model loaded from here reports as weights_version; only of checkpoints in the default layout,
+    with either prefix.
 
     ValueError for a NaN or an infinity in any tensor that is loaded."""
     stored = source.tensors
-    absent = [] if own else [piece.published for _, piece in table.pieces() if piece.published not in stored]
+    places = {} if own else {table.canonical(name): name for name in source.match(table).places}
+    absent = [] if own else [piece.published for _, piece in table.pieces() if table.canonical(piece.published) not in places]
     if absent:
-        for name in source.match(table).places:
+        for name in places.values():
             finite(stored[name])
         return f"none: {absent[0]} is not stored"
     parameter = functools.lru_cache(maxsize=1)(lambda name: finite(stored[name]))  # pieces of one parameter follow each other
     parts = []
     for entry, piece in table.pieces():
-        tensor = piece.of(parameter(entry.ours)) if own else finite(stored[piece.published])
+        name = table.canonical(piece.published)
+        tensor = piece.of(parameter(entry.ours)) if own else finite(stored[places[name]])
         if table.is_fp32(entry.ours):
             tensor = tensor.to(torch.float32)
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))
-        parts.append((piece.published, str(tensor.dtype), tuple(tensor.shape), checksum))
+        parts.append((name, str(tensor.dtype), tuple(tensor.shape), checksum))
     return content_hash(parts)
 
 

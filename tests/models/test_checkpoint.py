@@ -25,8 +25,10 @@ from zoo.common.fingerprint import Fingerprint
 from zoo.common.hashing import checksums, key64, normal_
 from zoo.common.pretrained import Pretrained, draw_piece
 from zoo.common.program import Program
+from zoo.common.registry import model_class
 from zoo.common.shards import INDEX, header_of, read_shard, write_shard, write_shards
 from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
+from zoo.verify.subject import config_of
 
 MASK = (1 << 64) - 1
 
@@ -176,6 +178,24 @@ def test_fp32_checkpoints_need_an_explicit_rounding(copy: Path, tmp_path: Path) 
     assert load(tmp_path / "out").weights_version == model.weights_version
     parity = load(copy, program="transformers", dtype=torch.float32)
     assert torch.equal(parity.model.norm.weight, wide["model.norm.weight"])
+
+
+def test_float64_is_refused_without_a_hint_that_does_not_help(copy: Path) -> None:
+    rewrite(copy, lambda name, t: t.double() if name == "model.norm.weight" else t)
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(ValueError, match="1 tensors of a wrong dtype: model.norm.weight is F64 where the program needs BF16$"):
+            load(copy, dtype=dtype)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_a_new_model_names_its_dtype(arch: str, tmp_path: Path) -> None:
+    config = config_of(arch, "tiny", None)
+    for program, dtype in (("aligned", torch.bfloat16), ("transformers", torch.float32)):
+        made = model_class(config.to_hf()).from_config(config, program=program, device="cpu")
+        made.save_pretrained(tmp_path / program)
+        assert json.loads((tmp_path / program / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
+        found = model_class(config.to_hf()).from_pretrained(tmp_path / program, program=program, dtype=dtype, device="cpu")
+        assert found.config == config and found.weights_version == made.weights_version
 
 
 def test_one_tensor_of_another_dtype_is_named(copy: Path) -> None:

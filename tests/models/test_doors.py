@@ -121,6 +121,19 @@ class TestFingerprint:
         trainer(replace(config, eos=(1, 2, 3))).fingerprint().check(mine.fingerprint())
 
     @pytest.mark.parametrize("arch", CONFIGS)
+    def test_ends_make_no_other_geometry(self, arch: str, tmp_path: Path) -> None:
+        """A server takes the folder of equal numbers and other end tokens, and no other."""
+        config = small(arch)
+        engine, folders = Engine(server(config), pages=4, max_batch=1), {}
+        for name, value in {"eos": (1, 2, 3), "eps": 1e-3}.items():
+            folders[name] = trainer(replace(config, **{name: value}))
+            folders[name].save_pretrained(tmp_path / name)
+        assert engine.update_weights(tmp_path / "eos") == folders["eos"].weights_version
+        assert engine.model.config.eos == config.eos  # the server's own stay
+        with pytest.raises(ValueError, match="is of another geometry"):
+            engine.update_weights(tmp_path / "eps")
+
+    @pytest.mark.parametrize("arch", CONFIGS)
     def test_it_lists_the_ops_that_run(self, arch: str) -> None:
         trained, served = trainer(small(arch)), server(small(arch))
         listed, run = listed_ops(trained), ops_run(trained, served)

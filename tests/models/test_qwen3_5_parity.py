@@ -25,12 +25,17 @@ from parity_harness import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import zoo
 from benchmarks.models_float64 import float64_of, next_log_prob
+from weights_tools.__main__ import app as weights_tools_app
 from weights_tools.make_tiny import make_tiny
+from zoo.common.engine import Engine
 from zoo.common.shards import read_shard
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
+from zoo.sglang_plugin import loading
+from zoo.sglang_plugin.loading import load as load_stream
 
 TOKENS = 150
 GEOMETRY: dict[str, Any] = {
@@ -262,8 +267,87 @@ def test_the_wrapped_config_is_the_text_model(tmp_path: Path) -> None:
     assert b.wrapped and not a.wrapped and a.hidden == b.hidden and a.full == b.full
     renamed = {n.replace("model.language_model", "model"): t for n, t in tensors_of(wrapped).items()}
     text = rewritten(plain, tmp_path / "text", lambda _: {n: renamed[n] for n in tensors_of(plain)})
-    scored = [m.score(ids, whole(ids)) for m in (models[1], zoo.load(text, device="cpu"), models[0])]
+    alone = zoo.load(text, device="cpu")
+    scored = [m.score(ids, whole(ids)) for m in (models[1], alone, models[0])]
     assert torch.equal(scored[0], scored[1]) and not torch.equal(scored[0], scored[2])
+    models[1].fingerprint().check(alone.fingerprint())
+    with pytest.raises(ValueError, match=r"differ in 1 line\(s\): weights: "):  # the control: other weights
+        models[1].fingerprint().check(models[0].fingerprint())
+    # a server that holds either form takes the other one's folder and names
+    for start, end in ((plain, wrapped), (wrapped, plain), (wrapped, text)):
+        engine, wanted = Engine(zoo.load(start, role="serving", device="cpu"), pages=4, max_batch=1), zoo.load(end, device="cpu")
+        for given in (end, list(wanted.published_tensors())):
+            before = engine.update_weights(start)
+            assert (before == wanted.weights_version) == (end == text)
+            assert engine.update_weights(given) == wanted.weights_version
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_that_transformers_saves(arch: str, tmp_path: Path) -> None:
+    """Of a published vision-language checkpoint: the text model's config beside the other's names."""
+    path = make_tiny(arch, tmp_path / "published", vision=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "text")
+    names = tensors_of(tmp_path / "text")
+    assert "text_config" not in json.loads((tmp_path / "text" / "config.json").read_text())
+    assert all(name == "lm_head.weight" or name.startswith("model.language_model.") for name in names)
+    whole_model, text = (zoo.load(p, **FP32) for p in (path, tmp_path / "text"))
+    text.fingerprint().check(whole_model.fingerprint())
+    text.save_pretrained(tmp_path / "same")
+    assert contents(tmp_path / "same") == contents(tmp_path / "text")
+    served = Qwen35ForServing.from_config(text.config, **FP32)
+    assert served.weights_version != text.weights_version
+    load_stream(served, names.items(), whole=True)  # the SGLang plugin's way
+    assert served.weights_version == text.weights_version
+    shown = CliRunner().invoke(weights_tools_app, ["inspect", str(tmp_path / "text")]).output
+    assert text.weights_version in shown
+    with torch.no_grad():
+        text.model.norm.weight[0] += 1
+    text.save_pretrained(tmp_path / "trained")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    changed = [name for name, old in theirs.state_dict().items() if not torch.equal(again.state_dict()[name], old)]
+    assert changed == ["model.norm.weight"]
+
+
+def test_both_prefixes_at_once_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    name, other = "model.norm.weight", "model.language_model.norm.weight"
+    both = rewritten(checkpoint("dense"), tmp_path / "both", lambda t: {**t, other: t[name].clone()})
+    with pytest.raises(ValueError, match=f"1 tensors unknown: {other}$"):
+        zoo.load(both, **FP32)
+
+
+@pytest.mark.parametrize("first", ["experts.gate_up_proj", "experts.0.gate_proj.weight"])
+def test_an_update_in_two_layouts_is_refused(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "LOAD_BYTES", 1)  # the plugin's stream: one tensor a piece
+    model = Qwen35ForServing.from_config(MOE_SIZES["tiny"], seed=1, device="cpu")
+    at, version = "model.layers.0.mlp", model.weights_version
+    stack = dict(model.published_tensors())[f"{at}.experts.gate_up_proj"] * 2
+    given = {"experts.gate_up_proj": stack, "experts.0.gate_proj.weight": stack[0, :64].clone()}
+    pairs = [(f"{at}.{name}", given[name]) for name in sorted(given, key=lambda name: name != first)]
+    message = f"{pairs[0][0]} and {pairs[1][0]} are two layouts of one parameter"
+    with pytest.raises(ValueError, match=message):
+        model.load_weights(pairs)
+    assert model.weights_version == version
+    with pytest.raises(ValueError, match=message):
+        load_stream(model, pairs, whole=False)
+    wrapped = (pairs[0][0].replace("model.", "model.language_model."), pairs[0][1])
+    with pytest.raises(ValueError, match=f"{pairs[0][0]} and {wrapped[0]} are two layouts of one parameter"):
+        model.load_weights([pairs[0], wrapped])
+    for pair in (*pairs, wrapped):  # the control: each alone
+        model.load_weights([pair])
+
+
+def test_the_config_follows_converted_weights(tmp_path: Path) -> None:
+    """Also inside text_config, which transformers' text class reads its dtype from."""
+    path = make_tiny("qwen3_5", tmp_path / "published", vision=True)
+    zoo.load(path, **FP32).save_pretrained(tmp_path / "wide")
+    fields = [json.loads((p / "config.json").read_text()) for p in (path, tmp_path / "wide")]
+    assert [f["text_config"]["dtype"] for f in fields] == ["bfloat16", "float32"]
+    fields[1]["text_config"]["dtype"] = "bfloat16"
+    assert fields[0] == fields[1]  # and nothing else
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
+    zoo.load(tmp_path / "wide", dtype=torch.bfloat16, device="cpu").save_pretrained(tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(path)
 
 
 def test_vectors_stored_in_bf16_are_widened_and_go_back(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -354,9 +438,53 @@ def test_wrapped_configs_are_read_strictly_too() -> None:
     for fields, message in (
         ({"audio_config": {}}, "unknown fields audio_config"),
         ({"text_config": 5}, "text_config must be an object"),
+        ({"model_type": "qwen3_5_moe"}, "model_type is 'qwen3_5_moe', and 'qwen3_5_text' in text_config"),
+        ({"tie_word_embeddings": "junk"}, "tie_word_embeddings must be true or false, it is 'junk'"),
+        (
+            {"tie_word_embeddings": True, "text_config": {**SIZES["tiny"].to_hf(), "tie_word_embeddings": 1}},
+            "tie_word_embeddings must be true or false, it is 1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Qwen35Config.from_hf({**good, **fields})
+
+
+def test_of_two_ties_the_outer_one_counts(tmp_path: Path) -> None:
+    """As in transformers' vision-language class, which leaves the inner one at its default when it saves."""
+    text = SIZES["tiny"].to_hf()
+    del text["tie_word_embeddings"]
+    for outer in ({}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}):
+        for inner in ({}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}):
+            config = Qwen35Config.from_hf({"model_type": "qwen3_5", "text_config": {**text, **inner}, **outer})
+            assert config.tied == {"tie_word_embeddings": False, **inner, **outer}["tie_word_embeddings"]
+            assert Qwen35Config.from_hf(config.to_hf()) == config
+    path = make_tiny("qwen3_5", tmp_path / "tied", vision=True, tied=True)
+    inside = json.loads((path / "config.json").read_text())["text_config"] | {"tie_word_embeddings": False}
+    kept = rewritten(path, tmp_path / "kept", lambda t: t, text_config=inside)
+    assert zoo.load(kept, device="cpu").weights_version == zoo.load(path, device="cpu").weights_version
+    with pytest.raises(ValueError, match="1 tensors missing: lm_head.weight"):
+        zoo.load(rewritten(path, tmp_path / "untied", lambda t: t, tie_word_embeddings=False), device="cpu")
+
+
+def test_a_changed_config_is_written_as_it_is(tmp_path: Path) -> None:
+    """Not as the config.json that it once came from, whose names and numbers are others."""
+    path = make_tiny("qwen3_5", tmp_path / "published", vision=True)
+    read = zoo.load(path, device="cpu").config
+    assert read.to_hf() == json.loads((path / "config.json").read_text())
+    changes = {
+        "fewer": read.first_layers(4),
+        "alone": replace(read, wrapped=False),
+        "narrow": replace(read, hidden=64),
+        "ends": replace(read, eos=(2, 3)),
+        "same": replace(read, hidden=read.hidden),
+    }
+    for name, config in changes.items():
+        made = Qwen35ForRL.from_config(config, device="cpu")
+        made.save_pretrained(tmp_path / name)
+        found = zoo.load(tmp_path / name, device="cpu")
+        assert replace(found.config, wrapped=config.wrapped) == config and found.weights_version == made.weights_version
+        assert found.config.wrapped == (name == "same")
+        assert any("language_model" in n for n in tensors_of(tmp_path / name)) == config.wrapped == (name not in ("fewer", "alone"))
 
 
 def test_configs_come_back() -> None:
@@ -367,6 +495,12 @@ def test_configs_come_back() -> None:
         SIZES["4b"].first_layers(3)
     by_interval = SIZES["4b"].to_hf()
     assert by_interval["full_attention_interval"] == 4  # stock SGLang reads nothing else
+    for wrong, message in (
+        (3, r"full_attention_interval 3 contradicts layer_types, whose layers of full attention are \[3, 7, 11, "),
+        ("4", "full_attention_interval must be an integer of at least 1, it is '4'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Qwen35Config.from_hf({**by_interval, "full_attention_interval": wrong})
     del by_interval["layer_types"]
     assert Qwen35Config.from_hf(by_interval) == SIZES["4b"]
     uneven = replace(SIZES["4b"], full=(True, True, *SIZES["4b"].full[2:]))

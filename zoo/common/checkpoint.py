@@ -102,11 +102,13 @@ class WeightTable:
 
     carried  regexes of published names that are recognised, not used, and written back as they were (vision, MTP)
     fp32     regexes of our names that are FP32 parameters
+    prefix   what a tensor's published name begins with inside a larger model, and what it begins with in the text model alone
     """
 
     entries: tuple[Entry, ...]
     carried: tuple[str, ...]
     fp32: tuple[str, ...] = ()
+    prefix: tuple[str, str] = ("", "")
 
     def is_carried(self, published: str) -> bool:
         return any(re.fullmatch(pattern, published) for pattern in self.carried)
@@ -117,6 +119,37 @@ class WeightTable:
     def pieces(self) -> Iterator[tuple[Entry, Piece]]:
         """The default layout of every parameter, aliases left out."""
         return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
+
+    def canonical(self, published: str) -> str:
+        """A tensor's name in the content hash: that of the text model alone, so equal weights have equal hashes in either."""
+        inside, alone = self.prefix
+        return alone + published.removeprefix(inside) if published.startswith(inside) else published
+
+
+class Places:
+    """Where published tensors go, asked for one after another.
+
+    ValueError for a name that comes twice, and for a second layout of a parameter: the order would decide which one stays.
+    """
+
+    def __init__(self, table: WeightTable) -> None:
+        self._known = {p.published: (entry, layout, p) for entry in table.entries for layout in entry.layouts for p in layout}
+        self._seen: set[str] = set()
+        self._chosen: dict[str, tuple[tuple[Piece, ...], str]] = {}
+
+    def find(self, name: str) -> tuple[Entry, Piece] | None:
+        """None for a name that is no parameter's."""
+        if name not in self._known:
+            return None
+        if name in self._seen:
+            raise ValueError(f"{name} is given twice")
+        self._seen.add(name)
+        entry, layout, piece = self._known[name]
+        if not entry.optional_alias:
+            chosen, first = self._chosen.setdefault(entry.ours, (layout, name))
+            if chosen is not layout:
+                raise ValueError(f"{first} and {name} are two layouts of one parameter, only one of them may be given")
+        return entry, piece
 
 
 @dataclass(frozen=True)
@@ -195,15 +228,16 @@ def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table:
     """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one
     rounding."""
     parameters, stored = _parameters(module), checkpoint.tensors
-    wrong = []
+    floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
+    wrong, helps = [], True
     for name, (entry, _) in match.places.items():
         have, want = DTYPES[stored[name].dtype], parameters[entry.ours].dtype
-        floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
         allowed = {want} | (floats if convert or table.is_fp32(entry.ours) else set())
         if have not in allowed:
             wrong.append(f"{name} is {stored[name].dtype} where the program needs {NAMES[want]}")
+            helps &= have in floats
     if wrong:
-        hint = "" if convert else "; dtype=torch.bfloat16 rounds floating-point weights once at load"
+        hint = "; dtype=torch.bfloat16 rounds floating-point weights once at load" if helps and not convert else ""
         raise ValueError(f"{checkpoint.folder}: {len(wrong)} tensors of a wrong dtype: {_some(wrong)}{hint}")
 
 
@@ -253,7 +287,8 @@ def save(
         places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
         specs = [(name, parameters[entry.ours].dtype, piece.shape) for name, (entry, piece) in places.items()]
         with fresh_folder(path) as folder:
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            fields = _with_dtype(config, [dtype for _, dtype, _ in specs])
+            (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
             write_shards(folder, specs, lambda name: places[name][1].of(parameters[places[name][0].ours]), shard_bytes)
         return
     match = source.match(table)
@@ -329,16 +364,21 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _config_bytes(source: Checkpoint, match: Match, dtypes: dict[str, torch.dtype]) -> bytes:
-    """config.json as it was, unless the weights were converted: then its dtype field follows them."""
+    """config.json as it was, unless the weights were converted: then every dtype field of theirs follows them."""
     stored = source.tensors
     if all(DTYPES[stored[name].dtype] == dtypes[name] for name in match.places):
         return source.files["config.json"]
-    main = Counter(dtypes[name] for name in match.places).most_common(1)[0][0]
-    fields = dict(source.config)
-    for field in ("dtype", "torch_dtype"):
-        if field in fields:
-            fields[field] = str(main).removeprefix("torch.")
+    fields = _with_dtype(source.config, [dtypes[name] for name in match.places])
     return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+def _with_dtype(config: dict[str, Any], dtypes: list[torch.dtype]) -> dict[str, Any]:
+    """A config.json whose dtype fields, outside and in text_config, name the dtype of the most tensors."""
+    main = str(Counter(dtypes).most_common(1)[0][0]).removeprefix("torch.")
+    fields: dict[str, Any] = {name: main if name in ("dtype", "torch_dtype") else value for name, value in config.items()}
+    if "text_config" in fields:
+        fields["text_config"] = _with_dtype(fields["text_config"], dtypes)
+    return fields
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -27,7 +27,7 @@ PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang
 class Fingerprint:
     """Four parts. `program` and `weights` must match; `toolchain` and `realisation` are reported.
 
-    weights  content hash of the published tensors, hexadecimal
+    weights  content hash of the published tensors, hexadecimal; the same inside a larger model as in the text model alone
     """
 
     program: dict[str, str]
@@ -71,7 +71,7 @@ def content_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> st
 
 
 def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
-    """Content hash of a module's parameters in published names, default layout; one copy back to the host."""
+    """Content hash of a module's parameters in canonical names, default layout; one copy back to the host."""
     groups: dict[tuple[str, bool, int, tuple[int, ...]], list[tuple[Entry, Piece]]] = defaultdict(list)
     for entry, piece in table.pieces():
         groups[entry.ours, piece.expert is not None, piece.start, piece.shape].append((entry, piece))
@@ -83,7 +83,7 @@ def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
         if stacked and [piece.expert for _, piece in members] != list(range(parameter.shape[0])):
             rows_XR = rows_XR[torch.tensor([piece.expert for _, piece in members], device=rows_XR.device)]
         sums.append(checksums(rows_XR.reshape(*rows_XR.shape[:2], -1)))
-        named += [(piece.published, parameter.dtype, shape) for _, piece in members]
+        named += [(table.canonical(piece.published), parameter.dtype, shape) for _, piece in members]
     return content_hash((str(n), str(d), s, c) for (n, d, s), c in zip(named, torch.cat(sums).tolist(), strict=True))
 
 

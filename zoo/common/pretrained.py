@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import checkpoint as files
-from zoo.common.checkpoint import Checkpoint, Entry, Piece, WeightTable
+from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
 from zoo.common.config import config_lines
 from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
 from zoo.common.hashing import key64, normal_
@@ -177,7 +177,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> None:
-        """Overwrites parameters in place from (published name, tensor) pairs; a partial list is fine.
+        """Overwrites parameters in place from (published name, tensor) pairs; a partial list is fine, of one layout each.
 
         All names, shapes, dtypes and values are checked before the first write (so the list is held until then): a ValueError
         leaves every byte as it was.
@@ -186,19 +186,18 @@ class Pretrained(nn.Module):
         if not isinstance(tensors, Iterable):
             raise ValueError(f"weights must be (published name, tensor) pairs, not {type(tensors).__name__}")
         table = self.table_of()
-        known = {p.published: (entry, p) for entry in table.entries for layout in entry.layouts for p in layout}
+        places = Places(table)
         parameters = self._whole()
         ours = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
         for name, tensor in tensors:
-            if name in writes:
-                raise ValueError(f"{name} is given twice")
-            if name not in known:
+            found = places.find(name)
+            if found is None:
                 if not table.is_carried(name):
                     raise ValueError(f"{name} is no tensor of this {self.config.model_type} geometry")
                 continue
-            entry, piece = known[name]
+            entry, piece = found
             view = piece.of(parameters[entry.ours])
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
                 raise ValueError(f"{name} must be a dense tensor with data, whole on one device, not {_kind(tensor)}")

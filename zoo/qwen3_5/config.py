@@ -23,7 +23,8 @@ TYPES = {
 class Qwen35Config:
     """Geometry of a Qwen3.5 or 3.6 text model. `full` marks the layers of full attention; `experts` is 0 for the dense family.
 
-    wrapped  the names carry the vision-language model's prefix
+    wrapped    the names that are written carry the vision-language model's prefix; both are read
+    published  config.json as it was read
     """
 
     vocabulary: int
@@ -63,10 +64,10 @@ class Qwen35Config:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def first_layers(self, layers: int) -> Qwen35Config:
-        """The same geometry with the first `layers` layers only. ValueError unless one of them has full attention."""
+        """The text model with the first `layers` layers only. ValueError unless one of them has full attention."""
         if not any(self.full[:layers]):
             raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
-        return replace(self, layers=layers, full=self.full[:layers], published={})
+        return replace(self, layers=layers, full=self.full[:layers], wrapped=False, published={})
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
@@ -75,13 +76,17 @@ class Qwen35Config:
         text = fields
         if wrapped:
             outer = FieldReader("qwen3_5", fields, WRAPPER)
-            outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
+            around = outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
             outer.finish()
             if not isinstance(fields["text_config"], dict):
                 raise ValueError(f"qwen3_5: text_config must be an object, it is {fields['text_config']!r}")
-            text = {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **fields["text_config"]}
-        read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "full_attention_interval"})
-        kind = TYPES[read.one_of("model_type", *TYPES)]
+            text = {"tie_word_embeddings": False, **fields["text_config"]}
+        read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+        kind, tied = TYPES[read.one_of("model_type", *TYPES)], read.boolean("tie_word_embeddings")
+        if wrapped and around != kind:
+            raise ValueError(f"qwen3_5: model_type is {around!r}, and {text['model_type']!r} in text_config")
+        if wrapped and "tie_word_embeddings" in fields:
+            tied = outer.boolean("tie_word_embeddings")  # the vision-language class obeys this one, whatever the inner one is
         read.trains_as_published()
         read.only("hidden_act", "silu")
         read.only("attention_bias", False, absent=False)
@@ -128,7 +133,7 @@ class Qwen35Config:
             eps=read.number("rms_norm_eps"),
             theta=theta,
             positions=read.integer("max_position_embeddings"),
-            tied=read.boolean("tie_word_embeddings"),
+            tied=tied,
             full=_full_layers(read, layers),
             eos=read.tokens("eos_token_id", vocabulary),
             wrapped=wrapped,
@@ -139,8 +144,8 @@ class Qwen35Config:
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The published fields of this geometry (as read, if it was read)."""
-        if self.published:
+        """The published fields of this geometry: as read if they still say the same, else those of the text model."""
+        if self.published and type(self).from_hf(self.published) == self:
             return dict(self.published)
         fields: dict[str, Any] = {
             "architectures": ["Qwen3_5MoeForCausalLM" if self.experts else "Qwen3_5ForCausalLM"],
@@ -185,11 +190,12 @@ class Qwen35Config:
 
 
 def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
-    """From layer_types, or every `full_attention_interval`-th layer."""
-    types = read.raw("layer_types", None)
-    if types is None:
+    """From layer_types, or every `full_attention_interval`-th layer; from both if they agree."""
+    types, interval = read.raw("layer_types", None), read.raw("full_attention_interval", None)
+    if types is None or interval is not None:
         interval = read.integer("full_attention_interval")
-        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        regular = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        types = regular if types is None else types
     if not isinstance(types, list):
         raise ValueError(f"qwen3_5: layer_types must be a list, it is {types!r}")
     unknown = [kind for kind in types if kind not in ("full_attention", "linear_attention")]
@@ -197,6 +203,9 @@ def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
         raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {unknown}")
     if len(set(types)) != 2:
         raise ValueError(f"qwen3_5: layer_types needs layers of both kinds, all {layers} are {types[0]!r}")
+    if interval is not None and types != regular:
+        found = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        raise ValueError(f"qwen3_5: full_attention_interval {interval} contradicts layer_types, whose layers of full attention are {found}")
     return tuple(kind == "full_attention" for kind in types)
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 from zoo.common.checkpoint import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
 CARRIED = (r"model\.visual\..*", r"mtp\..*")
 FP32 = (r".*\.mixer\.(gate\.a_log|gate\.dt_bias|norm\.weight)",)
+WRAPPED, ALONE = "model.language_model", "model"
 
 
+@functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
 def table(config: Qwen35Config) -> WeightTable:
-    """Ours <- published, for every tensor of the geometry."""
-    root = "model.language_model" if config.wrapped else "model"
+    """Ours <- published, for every tensor of the geometry, with either prefix: transformers saves the text part of a
+    vision-language model under the text model's config with the other's names. The config's own prefix comes first."""
+    first, second = (WRAPPED, ALONE) if config.wrapped else (ALONE, WRAPPED)
+    entries = tuple(
+        entry if entry == other else replace(entry, layouts=entry.layouts + other.layouts)
+        for entry, other in zip(_entries(config, first), _entries(config, second), strict=True)
+    )
+    return WeightTable(entries, carried=CARRIED, fp32=FP32, prefix=(f"{WRAPPED}.", f"{ALONE}."))
+
+
+def _entries(config: Qwen35Config, root: str) -> list[Entry]:
     head = "model.embed.weight" if config.tied else "model.head.weight"
     entries = [
         single("model.embed.weight", f"{root}.embed_tokens.weight", (config.vocabulary, config.hidden)),
@@ -31,7 +45,7 @@ def table(config: Qwen35Config) -> WeightTable:
             if config.experts
             else gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", config.hidden, config.inner)
         )
-    return WeightTable(tuple(entries), carried=CARRIED, fp32=FP32)
+    return entries
 
 
 def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
@@ -63,7 +77,7 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
 
 
 def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
-    """Routed experts as published (stacked), or one by one as transformers saves them."""
+    """Routed experts as published (stacked), or one by one as transformers saves those that it did not load."""
     count, inner, hidden = config.experts, config.expert_inner, config.hidden
     gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, inner)
     stacked = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import WeightTable
+from zoo.common.checkpoint import Places, WeightTable
 from zoo.common.serving import ForServing
 
 LOAD_BYTES = 1 << 30  # published tensors on the device at once while a checkpoint streams in
@@ -18,13 +18,16 @@ def load(zoo: ForServing, weights: Iterable[tuple[str, Tensor]], whole: bool) ->
     """Published names, whole tensors, in place; what a family carries but never uses (vision, MTP) passes by.
 
     A list that lies on the device is checked whole before its first write; a stream in pieces of LOAD_BYTES.
-    ValueError if `whole` and a tensor of the geometry is missing.
+    ValueError if `whole` and a tensor of the geometry is missing, and for a tensor that comes twice or in two layouts.
     """
     device, table = next(zoo.parameters()).device, zoo.table_of()
     fp32 = {p.published for entry in table.entries if table.is_fp32(entry.ours) for layout in entry.layouts for p in layout}
     names: set[str] = set()
+    places = Places(table)  # of the whole stream: `load_weights` sees one piece of it
     for piece in _pieces((name, tensor) for name, tensor in weights if not table.is_carried(name)):
-        names.update(name for name, _ in piece)
+        for name, _ in piece:
+            places.find(name)
+            names.add(name)
         zoo.load_weights([(n, _widened(t.to(device)) if n in fp32 else t.to(device)) for n, t in piece])
     absent = _absent(table, names) if whole else set()
     if absent:
