@@ -19,11 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from weights_tools.make_tiny import write_tokenizer
+from zoo.common import generate as generate_module
 from zoo.common.engine import Completion, Engine, check_draws
+from zoo.common.engine import engine as engine_module
+from zoo.common.engine.engine import CPU_BYTES
 from zoo.common.engine.pages import Key, PagePool
 from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
 from zoo.common.sampling import SamplingParams
-from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35ForRL, Qwen35ForServing
+from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
 SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,
                          "rotated": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
@@ -452,8 +456,56 @@ def test_memory_is_given_back_and_taken_again() -> None:
     assert [done[request_id] for request_id in ids] == baseline("dense")
 
 
-def test_pages_that_fit_leave_room_for_slots() -> None:
-    """The default number of pages counts slots and snapshots once, not with every page."""
-    free = Engine(twins("dense")[1])
-    memory = free.scheduler.memory
-    assert memory.pages > 100 and memory.nbytes <= 2 << 30
+def published(name: str) -> Qwen35Config:
+    """A published size's states and pages around little else."""
+    config = {**SIZES, **MOE_SIZES}[name]
+    experts = {"experts": 2, "experts_per_token": 1, "expert_inner": 16, "shared_inner": 16} if config.experts else {"inner": 16}
+    return replace(config, hidden=16, heads=config.kv_heads, vocabulary=300, eos=(), **experts)
+
+
+@pytest.mark.parametrize("name", [name for name in (*SIZES, *MOE_SIZES) if name != "tiny"])
+def test_default_memory_serves_published_sizes(name: str) -> None:
+    """Slots and snapshots give way until there is room for pages; the sum stays in its budget."""
+    served = Engine(Qwen35ForServing.from_config(published(name), seed=1, device="cpu"))
+    memory = served.scheduler.memory
+    assert memory.nbytes <= CPU_BYTES and memory.pages >= 100
+    assert 1 <= memory.slots == memory.snapshots == served.scheduler.max_batch < 64
+    served.add(tokens(1000, 1), SamplingParams(max_new_tokens=1000))
+    if name == "4b":
+        served.release_memory()
+        served.resume_memory()
+        assert served.scheduler.memory.slots == memory.slots and served.scheduler.memory.nbytes == memory.nbytes
+
+
+def test_pages_that_fit_leave_room_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default number of pages counts slots and snapshots once, not with every page; a request fits, or none is served."""
+    model = twins("dense")[1]
+    memory = Engine(model).scheduler.memory
+    assert memory.pages > 100 and memory.slots == 64 and memory.nbytes <= CPU_BYTES
+    least = model.make_memory(2, None, 1).nbytes
+    for room, slots in ((least, 1), (least + 100_000, 1), (2 * least, 1), (10 * least, 5), (100 * least, 50)):
+        monkeypatch.setattr(engine_module, "CPU_BYTES", room)
+        memory = Engine(model).scheduler.memory
+        assert memory.nbytes <= room and memory.pages >= 2 and memory.slots >= slots
+    monkeypatch.setattr(engine_module, "CPU_BYTES", least - 1)
+    with pytest.raises(ValueError, match=f"one request of one page takes {least:,} bytes, there is room for {least - 1:,}"):
+        Engine(model)
+
+
+def test_generate_asks_for_as_many_slots_as_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of a published size, which 64 slots would not leave a page of the default memory."""
+    config = replace(published("4b"), layers=8, full=SIZES["4b"].full[:8], vocabulary=512, eos=tuple(range(512)))
+    Qwen35ForServing.from_config(config, seed=1, device="cpu").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 512)
+    made: list[Engine] = []
+
+    class Kept(Engine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(generate_module, "Engine", Kept)
+    done = generate_module.generate_command(tmp_path, ["The trainer", "and the sampler"], device="cpu")
+    assert [g.completion.finish_reason for g in done] == ["stop", "stop"]
+    memory = made[0].scheduler.memory
+    assert memory.slots == 2 and memory.nbytes <= CPU_BYTES
