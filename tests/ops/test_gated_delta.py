@@ -356,20 +356,30 @@ def test_written_holds_live_rows_only() -> None:
         (lambda a: {"k_RHK": a["k_RHK"][:, :, :8]}, r"q \(4, 1, 16\) and k \(4, 1, 8\)"),
         (lambda a: {n: a[n].repeat(1, 3, 1) for n in ("q_RHK", "k_RHK")}, "2 value heads are not a multiple of 3"),
         (lambda a: {"beta_RV": a["beta_RV"][:, :1]}, r"beta \(4, 1\)"),
-        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay must be float32, got torch.bfloat16"),
+        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay must be torch.float32, got torch.bfloat16"),
+        (lambda a: {n: a[n][:3] for n in ("v_RVE", "log_decay_RV", "beta_RV")}, "q has 4 rows, v 3, there are 4"),
+        (lambda a: {n: a[n][:3] for n in OPERANDS}, "q has 3 rows, v 3, there are 4"),
+        (lambda a: {"v_RVE": a["v_RVE"].float()}, "differ in dtype: torch.bfloat16, torch.bfloat16 and torch.float32"),
+        (lambda a: {"k_RHK": a["k_RHK"].float()}, "differ in dtype: torch.bfloat16, torch.float32 and torch.bfloat16"),
     ],
 )
 def test_bad_input(change: Callable[[Args], Args], message: str) -> None:
     args = made([4])
+    rows = packed_rows(args)
     args |= change(args)
-    with pytest.raises(ValueError, match=message):
-        gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=PROGRAM)
+    slots = DeltaMemory(1, 2, 1, 2, 16, 16, 8, torch.bfloat16, "cpu").view(torch.tensor([1]))[0].state
+    for history in (None, slots):
+        with pytest.raises(ValueError, match=message):
+            gated_delta(*(args[n] for n in OPERANDS), history, rows, program=PROGRAM)
 
 
 def test_bad_states_and_pools() -> None:
     args = made([4])
-    with pytest.raises(ValueError, match=r"initial states \(2, 2, 16, 16\), the rows need \(1, 2, 16, 16\)"):
-        gated_delta(*(args[n] for n in OPERANDS), PackedDelta(torch.zeros(2, 2, 16, 16)), packed_rows(args), program=PROGRAM)
+    for states in (torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16).bfloat16(), torch.zeros(1, 2, 16, 16).double()):
+        with pytest.raises(ValueError) as refused:
+            gated_delta(*(args[n] for n in OPERANDS), PackedDelta(states), packed_rows(args), program=PROGRAM)
+        found = f"initial states {tuple(states.shape)} of {states.dtype}, the rows need (1, 2, 16, 16) of torch.float32"
+        assert str(refused.value) == f"gated_delta: {found}"
     with pytest.raises(ValueError, match="at least 2 slots"):
         DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2"):

@@ -268,6 +268,12 @@ IDS = torch.zeros(2, dtype=torch.int64)
 zeros = torch.zeros
 
 
+def _conv_of(history: PackedDelta | ConvCarry, rows: int = 5) -> Tensor:
+    """Two sequences of 8 channels, 5 rows in all."""
+    x, weight = zeros(rows, 8, dtype=torch.bfloat16), zeros(8, 4, dtype=torch.bfloat16)
+    return ops.causal_conv(x, weight, history, Rows.pushed([2, 3], [4, 4], "cpu"), program=ALIGNED)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -278,6 +284,11 @@ zeros = torch.zeros
         (
             lambda: ops.causal_conv(zeros(2, 8), zeros(6, 4), PackedDelta(), Rows.pushed([2], None, "cpu"), program=ALIGNED),
             r"rows of 8 channels, a weight of shape \(6, 4\)",
+        ),
+        (lambda: _conv_of(PackedDelta(), rows=4), "x has 4 rows, there are 5"),
+        (
+            lambda: _conv_of(ConvCarry(zeros(4, 3, 8, dtype=torch.bfloat16), torch.tensor([1, 2, 3]))),
+            r"slots \(3,\) for 2 sequences",
         ),
         (lambda: ops.delta_gate(zeros(2, 4), zeros(2, 3), zeros(4), zeros(4), program=ALIGNED), "4, 3, 4 and 4 heads differ"),
         (
@@ -290,3 +301,28 @@ zeros = torch.zeros
 def test_refusals_name_both_numbers(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [((0, 0, -7), None), ((0, 0, 1), None), ((0, 1, 0), None), ((0, -1, 0), None), ((0, 0, 0), torch.float32),
+     ((-1, 0, 0), None), ((1, 0, 0), None)],
+)  # fmt: skip
+def test_carried_rows_must_fit(slots: bool, change: tuple[int, int, int], dtype: torch.dtype | None) -> None:
+    """One channel for all, transformers' four columns, another count of sequences: each gave numbers. Spare slots are none of these."""
+    needed = (4 if slots else 2, 3, 8)
+
+    def call(change: tuple[int, int, int], dtype: torch.dtype | None) -> Tensor:
+        carry = zeros(*(n + c for n, c in zip(needed, change, strict=True)), dtype=dtype or torch.bfloat16)
+        return _conv_of(ConvCarry(carry, torch.tensor([1, 2])) if slots else PackedDelta(carry_NWC=carry))
+
+    assert call((0, 0, 0), None).shape == (5, 8)
+    if slots and change[0]:
+        assert call(change, dtype).shape == (5, 8)
+        return
+    with pytest.raises(ValueError) as refused:
+        call(change, dtype)
+    shape = tuple(n + c for n, c in zip(needed, change, strict=True))
+    wanted = f"carried rows {shape} of {dtype or torch.bfloat16}, the rows need {needed} of torch.bfloat16"
+    assert str(refused.value) == f"causal_conv: {wanted}"
