@@ -445,6 +445,63 @@ def test_an_update_starts_over() -> None:
     assert [r.output_ids for r in again] != [r.output_ids for r in first]
 
 
+class Forgetful(Engine):
+    """A fault: an update by "recompute" leaves requests their slots and rows, as "keep" does, but calls them exact."""
+
+    def update_weights(self, *args: Any, **options: Any) -> str:
+        version = super().update_weights(*args, **{**options, "mode": "keep"})
+        for request in self.scheduler.running:
+            request.exact = request.pure = True
+        return version
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("steps", "served_by"), [(1, Engine), (2, Engine), (4, Engine), (1, Forgetful), (4, Forgetful)])
+def test_an_update_with_recompute_while_requests_hold_slots(kind: str, steps: int, served_by: type[Engine]) -> None:
+    """In the middle of prompts and of drawing: tokens drawn before stay, all after is the new trainer's, and so is the cache."""
+    old, new = (Qwen35ForRL.from_config(CONFIGS[kind], seed=seed, device="cpu") for seed in (1, 2))
+    served = served_by(
+        Qwen35ForServing.from_config(CONFIGS[kind], seed=1, device="cpu"), pages=40, page_size=80, chunk_rows=70, snapshot_stride=64
+    )
+    ids = [served.add(*request) for request in REQUESTS]
+    done = [record for _ in range(steps) for record in served.step()]
+    assert not done
+    drawn = {request_id: len(served._find(request_id).log_probs) for request_id in ids}
+    running = [request for request in served.scheduler.running if request.computed]
+    assert running and all(request.slot for request in running)
+    assert any(request.computed % 64 for request in running)
+    served.update_weights(new.published_tensors(), mode="recompute")
+    assert served_by is Forgetful or (not served.scheduler.running and len(served.scheduler.pool.free_slots) == 64)
+    records, wrong = {record.request_id: record for record in drive(served)}, 0
+    for request_id in ids:
+        record, count = records[request_id], drawn[request_id]
+        assert record.exact
+        versions = (old.weights_version,) * count + (new.weights_version,) * (len(record.output_ids) - count)
+        by_old, by_new = trained(old, record), trained(new, record)
+        wanted = {name: (*by_old[name][:count], *by_new[name][count:]) for name in by_old}
+        wrong += {name: getattr(record, name) for name in wanted} != wanted or record.output_versions != versions
+    fresh = Engine(Qwen35ForServing.from_config(CONFIGS[kind], seed=2, device="cpu"), pages=60, page_size=16, prefix_cache=False)
+    wrong += [numbers(r) for r in served.generate(*zip(*REQUESTS))] != [numbers(r) for r in fresh.generate(*zip(*REQUESTS))]
+    assert (wrong > 0) == (served_by is Forgetful)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_rows_and_states_of_two_versions_are_not_shared(shared: bool) -> None:
+    """ "keep" leaves a sequence whose state began under old weights. The control: a request that may share its pages."""
+    model = Qwen35ForServing.from_config(CONFIGS["dense"], seed=1, device="cpu")
+    served = Engine(model, pages=60, page_size=80, chunk_rows=30, snapshot_stride=64)
+    request_id = served.add(LONG[:200], REQUESTS[0][1])
+    served.step()
+    served.update_weights(FAMILY.weights("dense"), mode="keep")
+    request = served._find(request_id)
+    assert request.slot and request.computed == 30
+    request.pure |= shared
+    assert not drive(served)[0].exact
+    fresh = Engine(Qwen35ForServing.from_config(CONFIGS["dense"], seed=2, device="cpu"), pages=60, page_size=16, prefix_cache=False)
+    again, wanted = (e.generate([LONG[:200]], [REQUESTS[0][1]])[0] for e in (served, fresh))
+    assert (numbers(again) == numbers(wanted), served.stats.reused_rows) == ((False, 192) if shared else (True, 0))
+
+
 def test_memory_is_given_back_and_taken_again() -> None:
     served = engine()
     generate(served)
