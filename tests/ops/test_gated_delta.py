@@ -183,6 +183,31 @@ def test_gradients_against_the_recurrence(lengths: list[int], decay: float) -> N
         assert far(other["v_RVE"], wanted[1]["v_RVE"]) > 1e-3  # control: another upstream gradient
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0, 1e-5, 100.0])
+@pytest.mark.parametrize("beta", [0.0, 1e-4, 1 - 1e-4, 1.0])
+def test_gradients_at_extreme_gates(dtype: torch.dtype, decay: float, beta: float) -> None:
+    """Decays of a row near 1, near 0, and heads of each; BF16 gradients are the recurrence's own, rounded once."""
+    args = made([130, 1, 63], decay=decay, heads=(1, 3), dtype=dtype)
+    args["beta_RV"] = torch.full_like(args["beta_RV"], beta)
+    assert decay == 0 or (args["log_decay_RV"].exp().min() > 0.999 if decay < 1 else args["log_decay_RV"].median().exp() < 1e-30)
+    program = PROGRAM if dtype == torch.bfloat16 else FP32
+
+    def call(a: Args) -> Tensor:
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program)
+
+    found, wanted = gradients(call, args, OPERANDS)[1], gradients(recurrence, args, OPERANDS)[1]
+    bound = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
+    limits = dict.fromkeys(OPERANDS, bound)
+    limits["log_decay_RV"] = max(bound, 1e-11 if dtype == torch.float64 else 1e-3)  # a difference of sums, nearly 0 if all is forgotten
+    for name in OPERANDS:
+        assert found[name].isfinite().all() and far(found[name], wanted[name]) < limits[name], name
+    # the control: gates kept away from their extremes
+    gates = {"beta_RV": args["beta_RV"].clamp(0.02, 0.98), "log_decay_RV": args["log_decay_RV"].clamp(-5, -1e-3)}
+    kept = gradients(call, args | gates, OPERANDS)[1]
+    assert all(far(kept[name], wanted[name]) > 3 * limits[name] for name in OPERANDS)
+
+
 def test_gradients_in_several_passes_over_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.common.ops.gated_delta import backward
 
