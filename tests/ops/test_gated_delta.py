@@ -403,7 +403,7 @@ def test_bad_states_and_pools() -> None:
     for states in (torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16).bfloat16(), torch.zeros(1, 2, 16, 16).double()):
         with pytest.raises(ValueError) as refused:
             gated_delta(*(args[n] for n in OPERANDS), PackedDelta(states), packed_rows(args), program=PROGRAM)
-        found = f"initial states {tuple(states.shape)} of {states.dtype}, the rows need (1, 2, 16, 16) of torch.float32"
+        found = f"initial states {tuple(states.shape)} {states.dtype}, the rows need (1, 2, 16, 16) torch.float32"
         assert str(refused.value) == f"gated_delta: {found}"
     with pytest.raises(ValueError, match="at least 2 slots"):
         DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")

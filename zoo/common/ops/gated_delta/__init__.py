@@ -78,25 +78,23 @@ class _GatedDelta(OpFunction):
         return *grads, None if initial is None else grad_initial, None, None
 
 
-def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, rows: Rows) -> None:
+def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, rows: Rows) -> torch.dtype:
+    """Of gates and states, FP32 (float64 for float64 operands). ValueError for what doesn't fit."""
+    exact, (count, heads, _) = torch.promote_types(q_RHK.dtype, torch.float32), v_RVE.shape
     if q_RHK.shape != k_RHK.shape:
         raise ValueError(f"gated_delta: q {tuple(q_RHK.shape)} and k {tuple(k_RHK.shape)} differ")
-    if not q_RHK.shape[0] == v_RVE.shape[0] == rows.count:
-        raise ValueError(f"gated_delta: q has {q_RHK.shape[0]} rows, v {v_RVE.shape[0]}, there are {rows.count}")
+    if not q_RHK.shape[0] == count == rows.count:
+        raise ValueError(f"gated_delta: q has {q_RHK.shape[0]} rows, v {count}, there are {rows.count}")
     if not q_RHK.dtype == k_RHK.dtype == v_RVE.dtype:
         raise ValueError(f"gated_delta: q, k and v differ in dtype: {q_RHK.dtype}, {k_RHK.dtype} and {v_RVE.dtype}")
-    if v_RVE.shape[1] % k_RHK.shape[1]:
-        raise ValueError(f"gated_delta: {v_RVE.shape[1]} value heads are not a multiple of {k_RHK.shape[1]} key heads")
+    if heads % k_RHK.shape[1]:
+        raise ValueError(f"gated_delta: {heads} value heads are not a multiple of {k_RHK.shape[1]} key heads")
     for name, gate in (("log_decay", log_decay_RV), ("beta", beta_RV)):
-        if gate.shape != v_RVE.shape[:2]:
+        if gate.shape != (count, heads):
             raise ValueError(f"gated_delta: {name} {tuple(gate.shape)} for values of {tuple(v_RVE.shape)}")
-        if gate.dtype != _exact(q_RHK):
-            raise ValueError(f"gated_delta: {name} must be {_exact(q_RHK)}, got {gate.dtype}")
-
-
-def _exact(q_RHK: Tensor) -> torch.dtype:
-    """Of gates and states: FP32, for float64 operands float64."""
-    return torch.promote_types(q_RHK.dtype, torch.float32)
+        if gate.dtype != exact:
+            raise ValueError(f"gated_delta: {name} must be {exact}, got {gate.dtype}")
+    return exact
 
 
 @observed(CONTRACT)
@@ -114,10 +112,8 @@ def gated_delta(
     """o_RVE in v's dtype. With a `DeltaState` (serving) its slots advance in place and nothing carries a gradient.
 
     Without one (training) rows are whole documents, or parts cut on the 64-grid with `PackedDelta.initial_NVKE` before them.
-    ValueError, naming both sides, for head counts, rows, shapes or dtypes that don't fit; a `DeltaState`'s own are not looked at.
-
-    A running sum of log-decays over a chunk must stay within FP32's range (-3.4e38): past it differences of it, and so the output,
-    are NaN, as by transformers' own chunked rule.
+    ValueError for head counts, rows, shapes or dtypes that don't fit, an initial state's too. A `DeltaState`'s are not looked at. Where a chunk's
+    running sum of log-decays passes FP32's range (-3.4e38), its differences and the output are NaN.
     """
     if not isinstance(history, DeltaState):
         initial = history.initial_NVKE if history else None
@@ -142,16 +138,12 @@ def gated_delta_states(
 
     A rank holds rows that begin at a multiple of 64 of each document. `initial_NVKE` (FP32, None: zero) is the state there,
     `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
-    ValueError as in `gated_delta`, and for an initial state of another shape or dtype.
     """
-    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
-    provider = _provider(q_RHK, v_RVE, program)
+    exact = _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
     states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    if initial_NVKE is not None and (initial_NVKE.shape != states or initial_NVKE.dtype != _exact(q_RHK)):
-        raise ValueError(
-            f"gated_delta: initial states {tuple(initial_NVKE.shape)} of {initial_NVKE.dtype}, the rows need {states} of {_exact(q_RHK)}"
-        )
-    return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)
+    if initial_NVKE is not None and (initial_NVKE.shape, initial_NVKE.dtype) != (states, exact):
+        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)} {initial_NVKE.dtype}, the rows need {states} {exact}")
+    return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:
