@@ -112,8 +112,8 @@ def gated_delta(
     """o_RVE in v's dtype. With a `DeltaState` (serving) its slots advance in place and nothing carries a gradient.
 
     Without one (training) rows are whole documents, or parts cut on the 64-grid with `PackedDelta.initial_NVKE` before them.
-    ValueError for head counts, rows, shapes or dtypes that don't fit, an initial state's too. A `DeltaState`'s are not looked at. Where a chunk's
-    running sum of log-decays passes FP32's range (-3.4e38), its differences and the output are NaN.
+    ValueError for head counts, rows, shapes or dtypes that don't fit, an initial state's too; a `DeltaState`'s are not looked
+    at. Where a chunk's running sum of log-decays passes FP32's range (-3.4e38), its differences and the output are NaN.
     """
     if not isinstance(history, DeltaState):
         initial = history.initial_NVKE if history else None
