@@ -58,6 +58,7 @@ def test_causal_conv(carried: str, channels: int) -> None:
     with pytest.raises(AssertionError):  # the control: taps newest first
         close(got, conv_reference.causal_conv(x, weight.flip(1), carry, slots_N, rows))
     if carry is not None:
+        assert same(got, conv.causal_conv(x, weight, torch.cat([carry, carry], 2)[:, :, :channels], slots_N, rows))  # strided
         with pytest.raises(AssertionError):  # the control: another sequence's rows before the push
             close(got, conv_reference.causal_conv(x, weight, carry.roll(1, 0), slots_N, rows))
 

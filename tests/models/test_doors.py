@@ -504,16 +504,31 @@ def test_final_rows_of_another_model_are_refused() -> None:
 
 def test_a_prefill_s_shapes_are_checked_before_it_writes() -> None:
     server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
-    memory, rows = server.make_memory(4, 16), Rows.pushed([3], None, "cpu")
+    recurrent = Qwen35ForServing.from_config(SIZES_35["tiny"], seed=1, device="cpu")
+    memory, hybrid, rows = server.make_memory(4, 16), recurrent.make_memory(4, 16, 2), Rows.pushed([3], None, "cpu")
     table, ids = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1, 2, 3])
     for change, message in (
         ({"ids": ids[:2]}, r"ids_R has shape \[2\] for 3 rows"),
         ({"ids": ids.float()}, "ids_R must be an int32 or int64 tensor"),
         ({"table": table[0]}, r"the page table has shape \[1\] for 1 sequences"),
         ({"table": table.expand(2, 1)}, r"the page table has shape \[2, 1\] for 1 sequences"),
+        ({"table": table.long()}, "the page table must be int32, not torch.int64"),
+        ({"table": table.float()}, "the page table must be int32, not torch.float32"),
+        ({"memory": hybrid}, "Qwen3ForServing takes a PagedMemory, not a HybridMemory"),
     ):
-        given = {"ids": ids, "table": table} | change
+        given = {"ids": ids, "memory": memory, "table": table} | change
         with pytest.raises(ValueError, match=message):
-            server.prefill(given["ids"], rows, memory, given["table"])
+            server.prefill(given["ids"], rows, given["memory"], given["table"])
+    with pytest.raises(ValueError, match="Qwen35ForServing takes a HybridMemory, not a PagedMemory"):
+        recurrent.prefill(ids, rows, memory, table)
     assert all(not pool.any() for pool in (memory.k_LPSGE, memory.v_LPSGE)), "nothing was written"
     assert server.prefill(ids, rows, memory, table).shape == (3, server.config.hidden) and memory.k_LPSGE[:, 1].any()
+
+
+@pytest.mark.parametrize("model", [Qwen3ForServing, Qwen35ForServing])
+def test_no_memory_of_nothing(model: Any) -> None:
+    """A page of 0 tokens once meant the default."""
+    served = model.from_config((SIZES if model is Qwen3ForServing else SIZES_35)["tiny"], seed=1, device="cpu")
+    for sizes, message in (((4, 0), "at least 1 token, not 0"), ((4, -1), "at least 1 token, not -1"), ((1, 16), "at least 2 pages")):
+        with pytest.raises(ValueError, match=message):
+            served.make_memory(*sizes, 2)

@@ -283,6 +283,23 @@ def test_keep_tags_rows_and_is_not_exact() -> None:
     assert [numbers(r) for r in again] == [numbers(fresh.generate([p], s)[0]) for p, s in REQUESTS]
 
 
+@pytest.mark.parametrize("shared", (False, True))
+def test_rows_of_two_versions_are_not_shared(shared: bool) -> None:
+    """A page that "keep" left half full of old rows is filled by new weights. The control: a request that may share it."""
+    served, prompt = Engine(serving("dense"), pages=30, page_size=64, chunk_rows=30), tokens(150, 7)
+    request_id = served.add(prompt, REQUESTS[0][1])
+    served.step()
+    assert served._find(request_id).computed == 30
+    served.update_weights(QWEN3.weights("dense"), "keep")
+    if shared:
+        served._find(request_id).pure = True
+    [first] = drive(served)
+    assert not first.exact
+    fresh = Engine(serving("dense", seed=2), pages=30, page_size=64, prefix_cache=False).generate([prompt], REQUESTS[0][1])[0]
+    again = served.generate([prompt], REQUESTS[0][1])[0]
+    assert (numbers(again) == numbers(fresh), served.stats.reused_rows) == ((False, 128) if shared else (True, 0))
+
+
 class UnversionedPool(PagePool):
     """A fault: cached pages answer for whatever weights."""
 

@@ -19,11 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from weights_tools.make_tiny import write_tokenizer
+from zoo.common import generate as generate_module
 from zoo.common.engine import Completion, Engine, check_draws
+from zoo.common.engine import engine as engine_module
+from zoo.common.engine.engine import CPU_BYTES
 from zoo.common.engine.pages import Key, PagePool
 from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
 from zoo.common.sampling import SamplingParams
-from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35ForRL, Qwen35ForServing
+from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
 SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,
                          "rotated": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
@@ -441,6 +445,63 @@ def test_an_update_starts_over() -> None:
     assert [r.output_ids for r in again] != [r.output_ids for r in first]
 
 
+class Forgetful(Engine):
+    """A fault: an update by "recompute" leaves requests their slots and rows, as "keep" does, but calls them exact."""
+
+    def update_weights(self, *args: Any, **options: Any) -> str:
+        version = super().update_weights(*args, **{**options, "mode": "keep"})
+        for request in self.scheduler.running:
+            request.exact = request.pure = True
+        return version
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("steps", "served_by"), [(1, Engine), (2, Engine), (4, Engine), (1, Forgetful), (4, Forgetful)])
+def test_an_update_with_recompute_while_requests_hold_slots(kind: str, steps: int, served_by: type[Engine]) -> None:
+    """In the middle of prompts and of drawing: tokens drawn before stay, all after is the new trainer's, and so is the cache."""
+    old, new = (Qwen35ForRL.from_config(CONFIGS[kind], seed=seed, device="cpu") for seed in (1, 2))
+    served = served_by(
+        Qwen35ForServing.from_config(CONFIGS[kind], seed=1, device="cpu"), pages=40, page_size=80, chunk_rows=70, snapshot_stride=64
+    )
+    ids = [served.add(*request) for request in REQUESTS]
+    done = [record for _ in range(steps) for record in served.step()]
+    assert not done
+    drawn = {request_id: len(served._find(request_id).log_probs) for request_id in ids}
+    running = [request for request in served.scheduler.running if request.computed]
+    assert running and all(request.slot for request in running)
+    assert any(request.computed % 64 for request in running)
+    served.update_weights(new.published_tensors(), mode="recompute")
+    assert served_by is Forgetful or (not served.scheduler.running and len(served.scheduler.pool.free_slots) == 64)
+    records, wrong = {record.request_id: record for record in drive(served)}, 0
+    for request_id in ids:
+        record, count = records[request_id], drawn[request_id]
+        assert record.exact
+        versions = (old.weights_version,) * count + (new.weights_version,) * (len(record.output_ids) - count)
+        by_old, by_new = trained(old, record), trained(new, record)
+        wanted = {name: (*by_old[name][:count], *by_new[name][count:]) for name in by_old}
+        wrong += {name: getattr(record, name) for name in wanted} != wanted or record.output_versions != versions
+    fresh = Engine(Qwen35ForServing.from_config(CONFIGS[kind], seed=2, device="cpu"), pages=60, page_size=16, prefix_cache=False)
+    wrong += [numbers(r) for r in served.generate(*zip(*REQUESTS))] != [numbers(r) for r in fresh.generate(*zip(*REQUESTS))]
+    assert (wrong > 0) == (served_by is Forgetful)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_rows_and_states_of_two_versions_are_not_shared(shared: bool) -> None:
+    """ "keep" leaves a sequence whose state began under old weights. The control: a request that may share its pages."""
+    model = Qwen35ForServing.from_config(CONFIGS["dense"], seed=1, device="cpu")
+    served = Engine(model, pages=60, page_size=80, chunk_rows=30, snapshot_stride=64)
+    request_id = served.add(LONG[:200], REQUESTS[0][1])
+    served.step()
+    served.update_weights(FAMILY.weights("dense"), mode="keep")
+    request = served._find(request_id)
+    assert request.slot and request.computed == 30
+    request.pure |= shared
+    assert not drive(served)[0].exact
+    fresh = Engine(Qwen35ForServing.from_config(CONFIGS["dense"], seed=2, device="cpu"), pages=60, page_size=16, prefix_cache=False)
+    again, wanted = (e.generate([LONG[:200]], [REQUESTS[0][1]])[0] for e in (served, fresh))
+    assert (numbers(again) == numbers(wanted), served.stats.reused_rows) == ((False, 192) if shared else (True, 0))
+
+
 def test_memory_is_given_back_and_taken_again() -> None:
     served = engine()
     generate(served)
@@ -452,8 +513,56 @@ def test_memory_is_given_back_and_taken_again() -> None:
     assert [done[request_id] for request_id in ids] == baseline("dense")
 
 
-def test_pages_that_fit_leave_room_for_slots() -> None:
-    """The default number of pages counts slots and snapshots once, not with every page."""
-    free = Engine(twins("dense")[1])
-    memory = free.scheduler.memory
-    assert memory.pages > 100 and memory.nbytes <= 2 << 30
+def published(name: str) -> Qwen35Config:
+    """A published size's states and pages around little else."""
+    config = {**SIZES, **MOE_SIZES}[name]
+    experts = {"experts": 2, "experts_per_token": 1, "expert_inner": 16, "shared_inner": 16} if config.experts else {"inner": 16}
+    return replace(config, hidden=16, heads=config.kv_heads, vocabulary=300, eos=(), **experts)
+
+
+@pytest.mark.parametrize("name", [name for name in (*SIZES, *MOE_SIZES) if name != "tiny"])
+def test_default_memory_serves_published_sizes(name: str) -> None:
+    """Slots and snapshots give way until there is room for pages; the sum stays in its budget."""
+    served = Engine(Qwen35ForServing.from_config(published(name), seed=1, device="cpu"))
+    memory = served.scheduler.memory
+    assert memory.nbytes <= CPU_BYTES and memory.pages >= 100
+    assert 1 <= memory.slots == memory.snapshots == served.scheduler.max_batch < 64
+    served.add(tokens(1000, 1), SamplingParams(max_new_tokens=1000))
+    if name == "4b":
+        served.release_memory()
+        served.resume_memory()
+        assert served.scheduler.memory.slots == memory.slots and served.scheduler.memory.nbytes == memory.nbytes
+
+
+def test_pages_that_fit_leave_room_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default number of pages counts slots and snapshots once, not with every page; a request fits, or none is served."""
+    model = twins("dense")[1]
+    memory = Engine(model).scheduler.memory
+    assert memory.pages > 100 and memory.slots == 64 and memory.nbytes <= CPU_BYTES
+    least = model.make_memory(2, None, 1).nbytes
+    for room, slots in ((least, 1), (least + 100_000, 1), (2 * least, 1), (10 * least, 5), (100 * least, 50)):
+        monkeypatch.setattr(engine_module, "CPU_BYTES", room)
+        memory = Engine(model).scheduler.memory
+        assert memory.nbytes <= room and memory.pages >= 2 and memory.slots >= slots
+    monkeypatch.setattr(engine_module, "CPU_BYTES", least - 1)
+    with pytest.raises(ValueError, match=f"one request of one page takes {least:,} bytes, there is room for {least - 1:,}"):
+        Engine(model)
+
+
+def test_generate_asks_for_as_many_slots_as_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of a published size, which 64 slots would not leave a page of the default memory."""
+    config = replace(published("4b"), layers=8, full=SIZES["4b"].full[:8], vocabulary=512, eos=tuple(range(512)))
+    Qwen35ForServing.from_config(config, seed=1, device="cpu").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 512)
+    made: list[Engine] = []
+
+    class Kept(Engine):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(generate_module, "Engine", Kept)
+    done = generate_module.generate_command(tmp_path, ["The trainer", "and the sampler"], device="cpu")
+    assert [g.completion.finish_reason for g in done] == ["stop", "stop"]
+    memory = made[0].scheduler.memory
+    assert memory.slots == 2 and memory.nbytes <= CPU_BYTES

@@ -57,6 +57,10 @@ GEOMETRY: dict[str, Any] = {
     },
 }  # fmt: skip
 MIXTURE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3_5", {"intermediate_size": 128}),
     "dense, tied": ("Qwen3_5", {"intermediate_size": 128, "tie_word_embeddings": True}),
@@ -152,6 +156,30 @@ class TestParity:
         (-model.score(ids.roll(1), whole(ids))[:-1].mean()).backward()
         moved = gradients_of(model)
         assert min(relative(moved[name], wanted[name]) for name in errors) > 1e-2
+
+    @pytest.mark.parametrize("kind", ["dense", "moe"])
+    @pytest.mark.parametrize("tied", [False, True])
+    @torch.no_grad()
+    def test_a_vision_language_class_that_ties_outside(self, tmp_path: Path, kind: str, tied: bool) -> None:
+        """tie_word_embeddings stands beside text_config only, where transformers' class reads it."""
+        family, fields = KINDS[kind]
+        config = getattr(transformers, f"{family}Config")(
+            text_config={**GEOMETRY, **fields}, vision_config=VISION, tie_word_embeddings=tied
+        )
+        vision_language = getattr(transformers, f"{family}ForConditionalGeneration")
+        reference = vision_language(config)
+        randomise(reference, 0)
+        reference.save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        del stored["text_config"]["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        assert stored["tie_word_embeddings"] == tied and ("lm_head.weight" in tensors_of(tmp_path)) != tied
+        ids, model = tokens(), zoo.load(tmp_path, **FP32)
+        expected = vision_language.from_pretrained(tmp_path, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
+        assert model.config.wrapped and model.config.tied == tied
+        assert (model(ids, cu_seqlens=whole(ids)).logits - expected).abs().max() <= 1e-3 < 1 < expected.abs().max()
+        with pytest.raises(ValueError, match="lm_head.weight"):  # the control: the other tie, outside too
+            zoo.load(rewritten(tmp_path, tmp_path / "other", lambda t: t, tie_word_embeddings=not tied), **FP32)
 
 
 class Run(parity_harness.Run):

@@ -183,6 +183,31 @@ def test_gradients_against_the_recurrence(lengths: list[int], decay: float) -> N
         assert far(other["v_RVE"], wanted[1]["v_RVE"]) > 1e-3  # control: another upstream gradient
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0, 1e-5, 100.0])
+@pytest.mark.parametrize("beta", [0.0, 1e-4, 1 - 1e-4, 1.0])
+def test_gradients_at_extreme_gates(dtype: torch.dtype, decay: float, beta: float) -> None:
+    """Decays of a row near 1, near 0, and heads of each; BF16 gradients are the recurrence's own, rounded once."""
+    args = made([130, 1, 63], decay=decay, heads=(1, 3), dtype=dtype)
+    args["beta_RV"] = torch.full_like(args["beta_RV"], beta)
+    assert decay == 0 or (args["log_decay_RV"].exp().min() > 0.999 if decay < 1 else args["log_decay_RV"].median().exp() < 1e-30)
+    program = PROGRAM if dtype == torch.bfloat16 else FP32
+
+    def call(a: Args) -> Tensor:
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program)
+
+    found, wanted = gradients(call, args, OPERANDS)[1], gradients(recurrence, args, OPERANDS)[1]
+    bound = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
+    limits = dict.fromkeys(OPERANDS, bound)
+    limits["log_decay_RV"] = max(bound, 1e-11 if dtype == torch.float64 else 1e-3)  # a difference of sums, nearly 0 if all is forgotten
+    for name in OPERANDS:
+        assert found[name].isfinite().all() and far(found[name], wanted[name]) < limits[name], name
+    # the control: gates kept away from their extremes
+    gates = {"beta_RV": args["beta_RV"].clamp(0.02, 0.98), "log_decay_RV": args["log_decay_RV"].clamp(-5, -1e-3)}
+    kept = gradients(call, args | gates, OPERANDS)[1]
+    assert all(far(kept[name], wanted[name]) > 3 * limits[name] for name in OPERANDS)
+
+
 def test_gradients_in_several_passes_over_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.common.ops.gated_delta import backward
 
@@ -356,20 +381,30 @@ def test_written_holds_live_rows_only() -> None:
         (lambda a: {"k_RHK": a["k_RHK"][:, :, :8]}, r"q \(4, 1, 16\) and k \(4, 1, 8\)"),
         (lambda a: {n: a[n].repeat(1, 3, 1) for n in ("q_RHK", "k_RHK")}, "2 value heads are not a multiple of 3"),
         (lambda a: {"beta_RV": a["beta_RV"][:, :1]}, r"beta \(4, 1\)"),
-        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay must be float32, got torch.bfloat16"),
+        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay must be torch.float32, got torch.bfloat16"),
+        (lambda a: {n: a[n][:3] for n in ("v_RVE", "log_decay_RV", "beta_RV")}, "q has 4 rows, v 3, there are 4"),
+        (lambda a: {n: a[n][:3] for n in OPERANDS}, "q has 3 rows, v 3, there are 4"),
+        (lambda a: {"v_RVE": a["v_RVE"].float()}, "differ in dtype: torch.bfloat16, torch.bfloat16 and torch.float32"),
+        (lambda a: {"k_RHK": a["k_RHK"].float()}, "differ in dtype: torch.bfloat16, torch.float32 and torch.bfloat16"),
     ],
 )
 def test_bad_input(change: Callable[[Args], Args], message: str) -> None:
     args = made([4])
+    rows = packed_rows(args)
     args |= change(args)
-    with pytest.raises(ValueError, match=message):
-        gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=PROGRAM)
+    slots = DeltaMemory(1, 2, 1, 2, 16, 16, 8, torch.bfloat16, "cpu").view(torch.tensor([1]))[0].state
+    for history in (None, slots):
+        with pytest.raises(ValueError, match=message):
+            gated_delta(*(args[n] for n in OPERANDS), history, rows, program=PROGRAM)
 
 
 def test_bad_states_and_pools() -> None:
     args = made([4])
-    with pytest.raises(ValueError, match=r"initial states \(2, 2, 16, 16\), the rows need \(1, 2, 16, 16\)"):
-        gated_delta(*(args[n] for n in OPERANDS), PackedDelta(torch.zeros(2, 2, 16, 16)), packed_rows(args), program=PROGRAM)
+    for states in (torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16).bfloat16(), torch.zeros(1, 2, 16, 16).double()):
+        with pytest.raises(ValueError) as refused:
+            gated_delta(*(args[n] for n in OPERANDS), PackedDelta(states), packed_rows(args), program=PROGRAM)
+        found = f"initial states {tuple(states.shape)} {states.dtype}, the rows need (1, 2, 16, 16) torch.float32"
+        assert str(refused.value) == f"gated_delta: {found}"
     with pytest.raises(ValueError, match="at least 2 slots"):
         DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2"):

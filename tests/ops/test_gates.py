@@ -156,6 +156,24 @@ def test_gates_saturate_without_overflow() -> None:
         assert all(g.isfinite().all() for g in finite)
 
 
+@pytest.mark.parametrize("a", [-20.0, -8.0, 8.0, 60.0])
+@pytest.mark.parametrize("b", [-60.0, -8.0, 8.0])
+def test_gradients_of_saturated_gates(a: float, b: float) -> None:
+    """Each decay near 0 or near 1 and each beta near 0 or near 1 alone, so that no other one hides its error."""
+    rows = {"a": a + torch.randn(9, 3), "b": b + torch.randn(9, 3)}
+    args = {name: x.bfloat16() for name, x in rows.items()} | {"a_log": torch.randn(3), "dt_bias": torch.randn(3)}
+
+    def of(op: Any, args: dict[str, Tensor]) -> dict[str, Tensor]:
+        return gradients(lambda given: op(*given.values(), program=ALIGNED), args, list(args))[1]
+
+    found, wanted = of(ops.delta_gate, args), of(_gate, {name: x.double() for name, x in args.items()})
+    moved = of(_gate, {name: x.double() + (1 if name in rows else 0) for name, x in args.items()})
+    for name, bound in {"a": BF16_BOUND, "b": BF16_BOUND, "a_log": FP32_BOUND, "dt_bias": FP32_BOUND}.items():
+        assert relative_error(found[name], wanted[name]) < bound, name
+        if name == "b" or (a < 0 and name != "a_log"):  # the control; where all is forgotten these hardly depend on the gate
+            assert relative_error(moved[name], wanted[name]) > 2 * bound, name
+
+
 @pytest.mark.parametrize("gate", [-1e30, -120.0, 0.0, 120.0, 1e30])
 def test_output_gate_saturates(gate: float) -> None:
     x = torch.tensor([[3.0, -1e30, 0.0]]).bfloat16().requires_grad_()
@@ -268,6 +286,12 @@ IDS = torch.zeros(2, dtype=torch.int64)
 zeros = torch.zeros
 
 
+def _conv_of(history: PackedDelta | ConvCarry, rows: int = 5) -> Tensor:
+    """Two sequences of 8 channels, 5 rows in all."""
+    x, weight = zeros(rows, 8, dtype=torch.bfloat16), zeros(8, 4, dtype=torch.bfloat16)
+    return ops.causal_conv(x, weight, history, Rows.pushed([2, 3], [4, 4], "cpu"), program=ALIGNED)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -278,6 +302,11 @@ zeros = torch.zeros
         (
             lambda: ops.causal_conv(zeros(2, 8), zeros(6, 4), PackedDelta(), Rows.pushed([2], None, "cpu"), program=ALIGNED),
             r"rows of 8 channels, a weight of shape \(6, 4\)",
+        ),
+        (lambda: _conv_of(PackedDelta(), rows=4), "x has 4 rows, there are 5"),
+        (
+            lambda: _conv_of(ConvCarry(zeros(4, 3, 8, dtype=torch.bfloat16), torch.tensor([1, 2, 3]))),
+            r"slots \(3,\) for 2 sequences",
         ),
         (lambda: ops.delta_gate(zeros(2, 4), zeros(2, 3), zeros(4), zeros(4), program=ALIGNED), "4, 3, 4 and 4 heads differ"),
         (
@@ -290,3 +319,28 @@ zeros = torch.zeros
 def test_refusals_name_both_numbers(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [((0, 0, -7), None), ((0, 0, 1), None), ((0, 1, 0), None), ((0, -1, 0), None), ((0, 0, 0), torch.float32),
+     ((-1, 0, 0), None), ((1, 0, 0), None)],
+)  # fmt: skip
+def test_carried_rows_must_fit(slots: bool, change: tuple[int, int, int], dtype: torch.dtype | None) -> None:
+    """One channel for all, transformers' four columns, another count of sequences: each gave numbers. Spare slots are none of these."""
+    needed = (4 if slots else 2, 3, 8)
+
+    def call(change: tuple[int, int, int], dtype: torch.dtype | None) -> Tensor:
+        carry = zeros(*(n + c for n, c in zip(needed, change, strict=True)), dtype=dtype or torch.bfloat16)
+        return _conv_of(ConvCarry(carry, torch.tensor([1, 2])) if slots else PackedDelta(carry_NWC=carry))
+
+    assert call((0, 0, 0), None).shape == (5, 8)
+    if slots and change[0]:
+        assert call(change, dtype).shape == (5, 8)
+        return
+    with pytest.raises(ValueError) as refused:
+        call(change, dtype)
+    shape = tuple(n + c for n, c in zip(needed, change, strict=True))
+    wanted = f"carried rows {shape} of {dtype or torch.bfloat16}, the rows need {needed} of torch.bfloat16"
+    assert str(refused.value) == f"causal_conv: {wanted}"

@@ -1,4 +1,4 @@
-"""`zoo generate`: text in, text and records out, on any checkpoint."""
+"""`zoo generate`: text in, text and records out, of any checkpoint that loads and leaves room for one request."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import zoo
 from zoo.common.engine import Completion, Engine
+from zoo.common.engine.engine import MAX_BATCH
 from zoo.common.hub import locate
 from zoo.common.sampling import SamplingParams
 from zoo.common.serving import ForServing
@@ -52,7 +53,8 @@ def generate_command(
     """Draws a continuation of each prompt. Prompt n has the seed `seed + n`, so that equal prompts differ.
 
     `json` names a file for {"checkpoint", "fingerprint", "generations": [{"prompt", "text", "completion"}]}, written when all
-    are done. ValueError in one sentence for a faulty checkpoint, one without a tokenizer.json, an empty prompt or bad parameters.
+    are done. The engine has its default memory and as many slots as there are prompts, up to its own number. ValueError in one
+    sentence for a faulty checkpoint, one without a tokenizer.json, an empty prompt, bad parameters, or a request too long for memory.
     """
     check_file("json", None if json is None else Path(json))
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -67,7 +69,7 @@ def generate_command(
     ids = [tokenizer.encode(text).ids for text in texts]
     model = zoo.load(checkpoint, "serving", device=device, dtype=dtype, revision=revision)
     assert isinstance(model, ForServing)
-    engine = Engine(model, progress=progress)
+    engine = Engine(model, max_batch=min(len(texts), MAX_BATCH), progress=progress)
     done = engine.generate(ids, each, prompt_log_probs=prompt_log_probs)
     made = [Generation(p, tokenizer.decode(list(c.output_ids)), c) for p, c in zip(texts, done, strict=True)]
     if json is not None:

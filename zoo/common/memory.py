@@ -139,6 +139,8 @@ class PagedMemory:
     ) -> None:
         if pages < 2:
             raise ValueError(f"paged memory needs at least 2 pages (one is reserved for padding), got {pages}")
+        if page_size < 1:
+            raise ValueError(f"a page holds at least 1 token, not {page_size}")
         shape = (layers, pages, page_size, kv_heads, head_dim)
         self.k_LPSGE = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LPSGE = torch.zeros(shape, dtype=dtype, device=device)

@@ -20,15 +20,20 @@ PREFILL_SEQUENCES = (8, 32)  # live ones at most: of a captured prefill of PREFI
 
 
 class ForServing(Pretrained, nn.Module):
-    """Base of every architecture's serving model; a subclass writes the walk through its layers and names its memory."""
+    """Base of every architecture's serving model; a subclass writes the walk through its layers and names its memory.
+
+    memory_class  what `make_memory` gives and `prefill` takes
+    """
 
     model: nn.Module
+    memory_class: type[Any]
     trainable = False
 
     def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> ServingMemory:
         """Memory for this model on its device; page 0 is reserved for padding.
 
         slots: sequences that may run at once, where each holds state beside its pages; without such state it says nothing.
+        ValueError for fewer than 2 pages, a page of no token, or no slot where there are any.
         """
         raise AssertionError("written by each architecture")
 
@@ -50,15 +55,20 @@ class ForServing(Pretrained, nn.Module):
     def prefill(self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
-        page_table_NB int32: page b of sequence n. ValueError for a position beyond the table, or shapes and dtypes that don't fit; which
-        ids, pages and wanted rows they hold is not looked at, since they lie on the device: `Engine` has checked its own. Runs eagerly,
-        also under torch.compile.
+        page_table_NB int32, as `memory.table` makes it: page b of sequence n. ValueError for a memory of another class than the model's,
+        a position beyond the table, shapes that don't fit, ids that are no integers, or a table that isn't int32; which ids, pages and
+        wanted rows they hold is not looked at, since they lie on the device: `Engine` has checked its own. Nor is whether the memory was
+        made for this model's geometry. Runs eagerly, also under torch.compile.
         """
+        if not isinstance(memory, self.memory_class):
+            raise ValueError(f"{type(self).__name__} takes a {self.memory_class.__name__}, not a {type(memory).__name__}")
         check_integers("ids_R", ids_R)
         if ids_R.shape != rows.positions_R.shape:
             raise ValueError(f"ids_R has shape {list(ids_R.shape)} for {rows.count} rows")
         if page_table_NB.dim() != 2 or page_table_NB.shape[0] != rows.lengths_N.shape[0]:
             raise ValueError(f"the page table has shape {list(page_table_NB.shape)} for {rows.lengths_N.shape[0]} sequences")
+        if page_table_NB.dtype != torch.int32:
+            raise ValueError(f"the page table must be int32, not {page_table_NB.dtype}")
         if rows.max_length > self.config.positions:
             raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
         if rows.max_length > memory.capacity(page_table_NB):

@@ -19,6 +19,7 @@ class Qwen3ForServing(ForServing):
     """Token ids and pages in, final rows or logits out. `prefill`, `decode`: see ForServing."""
 
     config_class = Qwen3Config
+    memory_class = PagedMemory
     table = staticmethod(table)
     used_ops = staticmethod(used_ops)
     model: Qwen3Model
@@ -32,7 +33,8 @@ class Qwen3ForServing(ForServing):
         """Pages are all that a sequence holds: `slots` says nothing."""
         c = self.config
         device = self.model.embed.weight.device
-        return PagedMemory(c.layers, pages, page_size or PAGE_SIZE, c.kv_heads, c.head_dim, self.program.torch_dtype, device)
+        page = PAGE_SIZE if page_size is None else page_size
+        return PagedMemory(c.layers, pages, page, c.kv_heads, c.head_dim, self.program.torch_dtype, device)
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PagedMemory, page_table_NB: Tensor) -> Tensor:
         layers = memory.view(page_table_NB)

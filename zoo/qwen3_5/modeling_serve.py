@@ -22,6 +22,7 @@ class Qwen35ForServing(ForServing):
     """Token ids, pages and slots in, final rows or logits out. `prefill`, `decode`: see ForServing."""
 
     config_class = Qwen35Config
+    memory_class = HybridMemory
     table = staticmethod(table)
     used_ops = staticmethod(used_ops)
     recipe = staticmethod(recipe)
@@ -36,7 +37,7 @@ class Qwen35ForServing(ForServing):
         """A page of 80 at head dim 256 is FlashAttention 4's key tile there, the only one that it pages."""
         c, dtype = self.config, self.program.torch_dtype
         device = self.model.embed.weight.device
-        page = page_size or (80 if c.head_dim > 128 else 128)
+        page = (80 if c.head_dim > 128 else 128) if page_size is None else page_size
         paged = PagedMemory(sum(c.full), pages, page, c.kv_heads, c.head_dim, dtype, device)
         return HybridMemory(c.full, paged, self.recurrent_memory((SEQUENCES if slots is None else slots) + 1))
 

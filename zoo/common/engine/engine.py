@@ -25,6 +25,7 @@ from zoo.common.serving import ForServing
 
 PERCENT = 80  # of the memory that is free when the engine starts; the rest is for activations and graphs
 CPU_BYTES = 2 << 30
+MAX_BATCH = 64
 MODES = ("recompute", "keep")
 
 
@@ -44,9 +45,10 @@ class Stats:
 class Engine:
     """Continuous batching with paged memory, chunked prefill, prefix reuse and preemption; none of them moves a byte.
 
-    pages         of memory, one of them reserved; by default what fits (80 % of free GPU memory, 2 GiB on a CPU)
+    pages         of memory, one of them reserved; by default what fits beside the slots (80 % of free GPU memory, 2 GiB on a CPU)
     page_size     tokens per page; by default the model's
-    max_batch     requests that hold memory at once
+    max_batch     requests that hold memory at once; with `pages` left out and state beside them (recurrent layers) only so many
+                  that what the others than the first take, slots and snapshots, leaves half of the room for pages
     chunk_rows    prompt rows pushed per step, over all requests; sequences that decode push one row each besides
     prefix_cache  full pages stay readable for requests that begin with the same tokens under the same weights
     snapshot_stride
@@ -56,8 +58,8 @@ class Engine:
     progress      `run` and `generate` show a bar
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
-    ForServing, or weights whose writes torch does not count: those that want gradients (fused optimizers) or were made under
-    inference mode.
+    ForServing, weights whose writes torch does not count (those that want gradients, for fused optimizers, or were made under
+    inference mode), or, where `pages` is left out, no room for a single request's state and page.
 
     An engine is for one thread: it has no lock, and two threads that drive it at once spoil its requests.
 
@@ -72,7 +74,7 @@ class Engine:
         *,
         pages: int | None = None,
         page_size: int | None = None,
-        max_batch: int = 64,
+        max_batch: int = MAX_BATCH,
         chunk_rows: int = 2048,
         prefix_cache: bool = True,
         snapshot_stride: int = 1024,
@@ -94,14 +96,15 @@ class Engine:
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"graphs=True needs a CUDA device, the model is on {self.device}")
         self.stats = Stats()
-        self._pages, self._page_size = pages or self._fitting_pages(page_size, max_batch), page_size
-        memory = model.make_memory(self._pages, page_size, max_batch)
+        self._page_size = page_size
+        self._pages, slots = (pages, max_batch) if pages is not None else self._fitting(page_size, max_batch)
+        memory = model.make_memory(self._pages, page_size, slots)
         if snapshot_stride % memory.grain:
             raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
         self._released = False
         self._take_version(model.weights_version, model.fingerprint())
         pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
-        self.scheduler = Scheduler(memory, pool, self.version, max_batch, chunk_rows, prefix_cache, snapshot_stride)
+        self.scheduler = Scheduler(memory, pool, self.version, slots, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs, chunk_rows)
         self._requests: dict[str, Request] = {}
         self._finished: dict[int, Completion] = {}
@@ -411,17 +414,21 @@ class Engine:
         kinds, stored = {name: p.dtype for name, p in self.model.named_parameters()}, source.tensors
         return [(name, stored[name].read().to(kinds[entry.ours])) for name, (entry, _) in match.places.items()]
 
-    def _fitting_pages(self, page_size: int | None, max_batch: int) -> int:
+    def _fitting(self, page_size: int | None, max_batch: int) -> tuple[int, int]:
+        """Pages, and how many of `max_batch` requests may hold memory, by default. Sizes are taken from memories of a slot or two."""
         room = CPU_BYTES
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             room = (torch.cuda.mem_get_info(self.device)[0] + cached) * PERCENT // 100
-        probe = self.model.make_memory(2, page_size, max_batch)
-        useful = max_batch * probe.pages_for(self.model.config.positions) + 1
-        two = probe.nbytes
+        probe = self.model.make_memory(2, page_size, 1)
+        least, longest = probe.nbytes, probe.pages_for(self.model.config.positions)
         del probe
-        page = self.model.make_memory(3, page_size, max_batch).nbytes - two
-        return max(2, min(useful, (room - (two - 2 * page)) // page))  # what two pages do not explain is slots
+        page, slot = (self.model.make_memory(*sizes).nbytes - least for sizes in ((3, page_size, 1), (2, page_size, 2)))
+        if least > room:
+            raise ValueError(f"the memory of one request of one page takes {least:,} bytes, there is room for {room:,}")
+        reserved = least - 2 * page - slot  # slot 0
+        batch = min(max_batch, 1 + (room - least) // 2 // slot) if slot else max_batch
+        return min(batch * longest + 1, (room - reserved - batch * slot) // page), batch
 
 
 def _check_model(model: ForServing) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.delta_memory import ConvCarry, PackedDelta
+from zoo.common.delta_memory import CARRY, ConvCarry, PackedDelta
 from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -46,14 +46,31 @@ class _CausalConv(OpFunction):
         return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None
 
 
+def _check(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows) -> None:
+    channels, sequences = x_RC.shape[1], rows.starts_N1.shape[0] - 1
+    if weight_C4.shape != (channels, 4):
+        raise ValueError(f"causal_conv: rows of {channels} channels, a weight of shape {tuple(weight_C4.shape)}")
+    if x_RC.shape[0] != rows.count:
+        raise ValueError(f"causal_conv: x has {x_RC.shape[0]} rows, there are {rows.count}")
+    if isinstance(history, PackedDelta):
+        carry, needed = history.carry_NWC, (sequences, CARRY, channels)
+    else:
+        carry, needed = history.rows_SWC, (history.rows_SWC.shape[0], CARRY, channels)
+        if history.slot_N.shape != (sequences,):
+            raise ValueError(f"causal_conv: slots {tuple(history.slot_N.shape)} for {sequences} sequences")
+    if carry is not None and (carry.shape != needed or carry.dtype != x_RC.dtype):
+        raise ValueError(f"causal_conv: carried rows {tuple(carry.shape)} of {carry.dtype}, the rows need {needed} of {x_RC.dtype}")
+
+
 @observed(CONTRACT)
 def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows, *, program: Program) -> Tensor:
-    """silu(conv(x)). A `ConvCarry`'s slots advance in place. ValueError if the weight is not [C, 4].
+    """silu(conv(x)). A `ConvCarry`'s slots advance in place.
 
-    Gradients are for whole documents and for parts of them, then also of the rows that a `PackedDelta` carries in.
+    Gradients are for whole documents and for parts of them, then also of the rows that a `PackedDelta` carries in. ValueError,
+    naming both sides, if the weight is not [C, 4], x has not the rows' count, or what is carried is not three rows of C channels in
+    x's dtype for each sequence.
     """
-    if weight_C4.shape != (x_RC.shape[1], 4):
-        raise ValueError(f"causal_conv: rows of {x_RC.shape[1]} channels, a weight of shape {tuple(weight_C4.shape)}")
+    _check(x_RC, weight_C4, history, rows)
     provider = CONTRACT.provider(program)
     if isinstance(history, PackedDelta):
         return _CausalConv.run(x_RC, weight_C4, history.carry_NWC, None, rows, provider)

@@ -78,16 +78,23 @@ class _GatedDelta(OpFunction):
         return *grads, None if initial is None else grad_initial, None, None
 
 
-def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor) -> None:
+def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, rows: Rows) -> torch.dtype:
+    """Of gates and states, FP32 (float64 for float64 operands). ValueError for what doesn't fit."""
+    exact, (count, heads, _) = torch.promote_types(q_RHK.dtype, torch.float32), v_RVE.shape
     if q_RHK.shape != k_RHK.shape:
         raise ValueError(f"gated_delta: q {tuple(q_RHK.shape)} and k {tuple(k_RHK.shape)} differ")
-    if v_RVE.shape[1] % k_RHK.shape[1]:
-        raise ValueError(f"gated_delta: {v_RVE.shape[1]} value heads are not a multiple of {k_RHK.shape[1]} key heads")
+    if not q_RHK.shape[0] == count == rows.count:
+        raise ValueError(f"gated_delta: q has {q_RHK.shape[0]} rows, v {count}, there are {rows.count}")
+    if not q_RHK.dtype == k_RHK.dtype == v_RVE.dtype:
+        raise ValueError(f"gated_delta: q, k and v differ in dtype: {q_RHK.dtype}, {k_RHK.dtype} and {v_RVE.dtype}")
+    if heads % k_RHK.shape[1]:
+        raise ValueError(f"gated_delta: {heads} value heads are not a multiple of {k_RHK.shape[1]} key heads")
     for name, gate in (("log_decay", log_decay_RV), ("beta", beta_RV)):
-        if gate.shape != v_RVE.shape[:2]:
+        if gate.shape != (count, heads):
             raise ValueError(f"gated_delta: {name} {tuple(gate.shape)} for values of {tuple(v_RVE.shape)}")
-        if gate.dtype != torch.promote_types(q_RHK.dtype, torch.float32):
-            raise ValueError(f"gated_delta: {name} must be float32, got {gate.dtype}")
+        if gate.dtype != exact:
+            raise ValueError(f"gated_delta: {name} must be {exact}, got {gate.dtype}")
+    return exact
 
 
 @observed(CONTRACT)
@@ -105,12 +112,13 @@ def gated_delta(
     """o_RVE in v's dtype. With a `DeltaState` (serving) its slots advance in place and nothing carries a gradient.
 
     Without one (training) rows are whole documents, or parts cut on the 64-grid with `PackedDelta.initial_NVKE` before them.
-    ValueError for head counts, shapes or dtypes that don't fit.
+    ValueError for head counts, rows, shapes or dtypes that don't fit, an initial state's too; a `DeltaState`'s are not looked
+    at. Where a chunk's running sum of log-decays passes FP32's range (-3.4e38), its differences and the output are NaN.
     """
     if not isinstance(history, DeltaState):
         initial = history.initial_NVKE if history else None
         return gated_delta_states(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, rows, program=program)[0]
-    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
+    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
     with torch.no_grad():
         return _provider(q_RHK, v_RVE, program).function("serve")(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, history, rows)
 
@@ -131,12 +139,11 @@ def gated_delta_states(
     A rank holds rows that begin at a multiple of 64 of each document. `initial_NVKE` (FP32, None: zero) is the state there,
     `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
     """
-    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV)
-    provider = _provider(q_RHK, v_RVE, program)
+    exact = _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
     states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    if initial_NVKE is not None and initial_NVKE.shape != states:
-        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
-    return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, provider)
+    if initial_NVKE is not None and (initial_NVKE.shape, initial_NVKE.dtype) != (states, exact):
+        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)} {initial_NVKE.dtype}, the rows need {states} {exact}")
+    return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:
