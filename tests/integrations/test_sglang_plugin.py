@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, stand_in_sglang
+from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, served, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import ops
@@ -35,6 +35,7 @@ from zoo.sglang_plugin import (
     EXACT,
     FILTERED,
     ROUTING_WEIGHTS,
+    check,
     client,
     fingerprint,
     memory,
@@ -290,6 +291,7 @@ def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
     decided = arguments(sampling_backend="zoo", moe_a2a_backend="deepep")
     monkeypatch.setattr(options, "resolved", lambda args: decided)
+    monkeypatch.setattr(check, "assert_hooked", lambda: None)
     args = arguments()
     with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
         options.around_resolution(lambda a: None, args)
@@ -337,6 +339,7 @@ def test_stand_in_unaligned_only_warns_where_bytes_alone_suffer() -> None:
         ({"cuda_graph_backend_prefill": "breakable"}, "implies --cuda-graph-backend-prefill disabled, not breakable"),
         ({"decode_attention_backend": "fa3"}, "not --decode_attention_backend fa3"),
         ({"enable_return_routed_experts": True}, "needs a mixture of experts, qwen3 is dense"),
+        ({"model_config_parser": "zoo"}, "--model-config-parser zoo would show SGLang another model than qwen3"),
         ({"context_length": 50000}, "--context-length 50000 is longer than the model's position table of 40960"),
     ],
 )
@@ -402,11 +405,31 @@ def test_stand_in_requests_are_checked_before_they_run() -> None:
     def request(**fields: Any) -> Any:
         return types.SimpleNamespace(rid="x", sampling_params={}, lora_path=None, **fields)
 
-    requests.check_request(request(return_hidden_states=False))
+    def check_request(input_ids: Any = (0, 7), **fields: Any) -> None:
+        requests.check_request(request(**fields), input_ids, 8)
+
+    check_request(return_hidden_states=False, top_logprobs_num=None)
+    check_request(None)  # embeddings, refused by their own field
+    check_request(top_logprobs_num=8)
     with pytest.raises(ValueError, match="return_sampling_mask is not served"):
-        requests.check_request(request(return_sampling_mask=True))
+        check_request(return_sampling_mask=True)
     with pytest.raises(ValueError, match="image_data is not served"):
-        requests.check_request(request(image_data=["http://x"]))
+        check_request(image_data=["http://x"])
+    # these would end SGLang's scheduler
+    for odd in (8, -1):
+        with pytest.raises(ValueError, match=f"token id {odd} of the prompt is outside the vocabulary of 8"):
+            check_request([0, odd, 7])
+    with pytest.raises(ValueError, match="top_logprobs_num 9 is more than the vocabulary of 8"):
+        check_request(top_logprobs_num=9)
+
+
+def test_stand_in_the_request_hook_knows_prompt_and_vocabulary() -> None:
+    page = importlib.import_module("zoo.sglang_plugin.register")
+    manager = types.SimpleNamespace(server_args=arguments(), model_config=types.SimpleNamespace(vocab_size=8))
+    obj = types.SimpleNamespace(rid="x", sampling_params={})
+    assert page.after_validate(None, manager, obj, [1, 7]) is None
+    with pytest.raises(ValueError, match="token id 8 of the prompt"):
+        page.after_validate(None, manager, obj, [1, 8])
 
 
 def test_host_columns_keep_fp32() -> None:
@@ -695,21 +718,7 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
     from importlib import import_module
 
     hooks = import_module("zoo.sglang_plugin.register")
-    serving.save_pretrained(tmp_path / "weights")
-    args = types.SimpleNamespace(
-        attention_backend="zoo", model_path=str(tmp_path / "weights"), revision=None, enable_return_routed_experts=False
-    )
-    page = over_stand_ins(
-        monkeypatch,
-        "served",
-        {
-            "layers.attention.base_attn_backend": {"AttentionBackend": object},
-            "layers.logits_processor": {"LogitsProcessorOutput": object},
-            "model_executor.forward_context": {"get_attn_backend": None},
-            "runtime_context": {"get_server_args": lambda: args, "get_schedule": lambda: args},
-        },
-    )
-    model = page.Served(None)
+    args, model = served(monkeypatch, serving, tmp_path / "weights")
     published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
     updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
@@ -723,10 +732,11 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
         hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
 
     model.load_weights(published)
+    model.start(dummy=False)
     assert exact() and model.fingerprint().weights == serving.fingerprint().weights
     writes: dict[str, Callable[[], None]] = {
         "load": lambda: model.load_weights(published[:2]),
-        "tensors": lambda: hooks.before_update(updater, None),
+        "others": model.overwrite,
         "release": lambda: release("weights"),
     }
     for name, write in writes.items():
@@ -826,7 +836,10 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
     assert page.after_release("kept", updater, None) == "kept"
-    assert page.after_resume("kept", updater, None) == "kept" and page.before_update(updater, None) is None
+    assert page.after_resume("kept", updater, None) == "kept"
+    weights = types.SimpleNamespace(get_model_runner=lambda: runner)
+    assert page.around_update_from_tensor(lambda *given: given, weights, [], "direct") == (weights, [], "direct")
+    assert page.around_update_from_disk(lambda *given: given, weights, "path", "auto") == (weights, "path", "auto", None, False)
     assert page.after_flush("kept", types.SimpleNamespace(server_args=other)) == "kept"
     context = types.ModuleType("sglang.srt.runtime_context")
     context.get_server_args = lambda: other  # type: ignore[attr-defined]

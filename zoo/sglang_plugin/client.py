@@ -25,7 +25,7 @@ def fingerprint(server: Any) -> Fingerprint:
     """
     said = states(server)
     if any(state["fingerprint"] is None for state in said):
-        raise ValueError("the server's weights are released: resume them before asking for a fingerprint")
+        raise ValueError("the server's weights are released, or not all pushed yet: resume and push them before asking for a fingerprint")
     found = [Fingerprint.from_dict(state["fingerprint"]) for state in said]
     for other in found[1:]:
         found[0].check(other)
