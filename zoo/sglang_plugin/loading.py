@@ -21,10 +21,10 @@ def load(zoo: ForServing, weights: Iterable[tuple[str, Tensor]], wrote: Callable
     wrote  called after each piece with its names
     ValueError in one sentence for an unknown name, a name given twice, another shape or dtype, a NaN or an infinity.
     """
-    pieces = _pieces(zoo, weights)
+    pieces: Iterable[Callable[[], list[tuple[str, Tensor]]]] = _pieces(zoo, weights)
     if isinstance(weights, list | tuple):
-        pieces = list(pieces)
-        for piece in pieces if len(pieces) > 1 else ():
+        pieces = held = list(pieces)
+        for piece in held if len(held) > 1 else ():
             zoo.check_weights(piece())
     for piece in pieces:
         moved = piece()
