@@ -5,6 +5,7 @@ The model, its hooks and checks are the plugin's; SGLang's updater, scheduler an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -160,6 +161,47 @@ def test_stand_in_a_dummy_start_claims_nothing_before_all_tensors_came(
     # from then on any part is an update
     model.load_weights(tensors[:1])
     assert model.fingerprint() is not None and not ExactColumn(model.weights)[0]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_stand_in_the_scheduler_knows_a_dummy_start(
+    load_format: str, old: Qwen3ForServing, hooks: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    args, model = served(monkeypatch, old, tmp_path / "weights")
+    args.load_format, args.max_running_requests = load_format, 1
+    runner = types.SimpleNamespace(server_args=args, model=model, sampler=types.SimpleNamespace())
+    runner.memory_saver_adapter = types.SimpleNamespace(region=lambda tag: contextlib.nullcontext())
+    monkeypatch.setitem(hooks, "register_classes", lambda: None)
+    asserted: list[Any] = []
+    monkeypatch.setattr(check, "assert_active", asserted.append)
+    caplog.set_level("INFO")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    if load_format == "auto":
+        with pytest.raises(ValueError, match="the checkpoint lacks"):
+            hooks["around_initialize"](lambda runner: "loaded", runner)
+        model.load_weights(iter(published(old)))
+    assert hooks["around_initialize"](lambda runner: "loaded", runner) == "loaded" and asserted == [runner]
+    printed = old.fingerprint().weights
+    assert ("weights are not there yet" in caplog.text) == (load_format == "dummy") != (printed in caplog.text)
+    assert ExactColumn(model.weights)[0] == (load_format == "auto")
+    # and so does the fingerprint's route, which nobody's forward hook passes
+    runner.attn_backend = types.SimpleNamespace(draws=None, prefills=None)
+    scheduler = types.SimpleNamespace(
+        server_args=args,
+        tp_worker=types.SimpleNamespace(model_runner=runner),
+        weight_updater=types.SimpleNamespace(offload_tags=set()),
+    )
+
+    def state() -> Any:
+        result = types.SimpleNamespace(internal_state={})
+        return hooks["after_internal_state"](result, scheduler, None).internal_state["zoo"]["fingerprint"]
+
+    said = state()
+    assert said is None if load_format == "dummy" else said["weights"] == printed
+    model.zoo.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="a forward hook is on the model's zoo"):
+        state()
 
 
 def test_a_tied_alias_may_come_far_from_its_parameter(monkeypatch: Any) -> None:

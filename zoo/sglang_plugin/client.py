@@ -21,7 +21,7 @@ from zoo.sglang_plugin.requests import sampling_params
 def fingerprint(server: Any) -> Fingerprint:
     """The fingerprint of a running server: its address ("http://host:port"), or an `sglang.Engine`.
 
-    ValueError if it does not run the plugin, or has handed its weights' memory back.
+    ValueError if it does not run the plugin, has handed its weights' memory back, or was started without weights and lacks some.
     """
     said = states(server)
     if any(state["fingerprint"] is None for state in said):
