@@ -280,6 +280,24 @@ def test_foreign_forward_hooks_are_found(old: Qwen3ForServing) -> None:
     check.assert_unhooked(old)
 
 
+def test_stand_in_the_scheduler_asserts_hooks_and_modules(old: Qwen3ForServing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, model = served(monkeypatch, old, tmp_path / "weights")
+    page = types.ModuleType("zoo.sglang_plugin.sampler")
+    page.RowSampler = type("RowSampler", (), {"program": model.zoo.program})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, page.__name__, page)
+    setattr(args, options.CHECKED, True)
+    runner = types.SimpleNamespace(server_args=args, model=model, sampler=page.RowSampler())
+    stand_in_hooks(monkeypatch, None)
+    check.assert_active(runner)
+    handle = model.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="a forward hook is on the model's root"):
+        check.assert_active(runner)
+    handle.remove()
+    stand_in_hooks(monkeypatch, "managers.scheduler.Scheduler.flush_cache")
+    with pytest.raises(RuntimeError, match="the hook on managers.scheduler.Scheduler.flush_cache is not active"):
+        check.assert_active(runner)
+
+
 def test_each_option_is_judged_once() -> None:
     found = judged_options()
     assert len(found) > 400 and not set(found) & {refusal.field for refusal in options.REFUSALS}
