@@ -30,8 +30,9 @@ from zoo.sglang_plugin import names
 ROOT = Path(__file__).resolve().parents[2]
 # refused options that came with a later SGLang than 0.5.17, or are gone by 0.5.23: a version may lack these and no others
 NOT_IN_ALL = {
-    "attn_dp_size", "enable_nvidia_megakernel", "enable_prefill_context_parallel", "enable_paged_experts", "enable_return_aux_hidden_states",
-    "enable_unified_cache_external_linker", "enable_watermark", "startup_weight_load_mode", "torchao_config",
+    "attn_dp_size", "enable_nvidia_megakernel", "enable_paged_experts", "enable_prefill_context_parallel",
+    "enable_return_aux_hidden_states", "enable_unified_cache_external_linker", "enable_watermark", "startup_weight_load_mode",
+    "torchao_config",
 }  # fmt: skip
 # our class, SGLang's that it stands for, and the methods by which SGLang calls it
 CONTRACTS = (
