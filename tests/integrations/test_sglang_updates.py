@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from zoo.qwen3 import SIZES, Qwen3ForServing
 from zoo.sglang_plugin import check, loading, options, register
-from zoo.sglang_plugin.columns import ExactColumn
 
 Named = list[tuple[str, Tensor]]
 
@@ -90,7 +89,7 @@ def test_stand_in_a_faulty_update_is_answered_and_changes_nothing(
         monkeypatch.setattr(loading, "LOAD_BYTES", 1)  # so that the good tensors come in pieces of their own
     bad, words = faults(published(fresh))[fault]
     updater = Updater(args, model, {"bad": lambda: iter(bad), "good": lambda: iter(published(fresh))})
-    before, column = model.fingerprint().weights, ExactColumn(model.weights)
+    before, writes = model.fingerprint().weights, model.weights.writes
     assert before == old.fingerprint().weights
     if source == "disk":
         success, message = hooks["around_update_from_disk"](Updater.from_disk, updater, "bad", "auto")
@@ -99,14 +98,15 @@ def test_stand_in_a_faulty_update_is_answered_and_changes_nothing(
     assert success is False and words in message and "\n" not in message
     # byte for byte, hashed anew; and what was cached is still of these weights
     model.zoo.weights_changed()
-    assert model.fingerprint().weights == before and column[0] and model.complete
+    assert model.fingerprint().weights == before and model.weights.writes == writes and model.weights.flushed and model.complete
     assert updater.model_config.model_path == "old" and not model.checking
     # control: a good update in the same way is one
     if source == "disk":
         answer = hooks["around_update_from_disk"](Updater.from_disk, updater, "good", "auto")
     else:
         answer = hooks["around_update_from_tensor"](Updater.from_tensor, updater, published(fresh))
-    assert answer[0] and model.fingerprint().weights == fresh.fingerprint().weights and not column[0]
+    assert answer[0] and model.fingerprint().weights == fresh.fingerprint().weights
+    assert model.weights.writes > writes and not model.weights.flushed
 
 
 def test_stand_in_updates_past_the_checks_are_refused(
@@ -152,15 +152,15 @@ def test_stand_in_a_dummy_start_claims_nothing_before_all_tensors_came(
     tensors = published(old)
     for name in range(0, len(tensors), 3):
         # a flush after every bucket, SGLang's default
-        assert model.fingerprint() is None and not ExactColumn(model.weights)[0]
+        assert model.fingerprint() is None and not model.weights.flushed
         answer = hooks["around_update_from_tensor"](Updater.from_tensor, Updater(args, model, {}), tensors[name : name + 3])
         assert answer == (True, "Success")
-        assert not ExactColumn(model.weights)[0]
+        assert not model.weights.flushed
         hooks["after_flush"](True, scheduler)
-    assert ExactColumn(model.weights)[0] and model.fingerprint().weights == old.fingerprint().weights
+    assert model.weights.flushed and model.fingerprint().weights == old.fingerprint().weights
     # from then on any part is an update
     model.load_weights(tensors[:1])
-    assert model.fingerprint() is not None and not ExactColumn(model.weights)[0]
+    assert model.fingerprint() is not None and not model.weights.flushed
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -184,7 +184,7 @@ def test_stand_in_the_scheduler_knows_a_dummy_start(
     assert hooks["around_initialize"](lambda runner: "loaded", runner) == "loaded" and asserted == [runner]
     printed = old.fingerprint().weights
     assert ("weights are not there yet" in caplog.text) == (load_format == "dummy") != (printed in caplog.text)
-    assert ExactColumn(model.weights)[0] == (load_format == "auto")
+    assert model.weights.flushed == (load_format == "auto")
     # and so does the fingerprint's route, which nobody's forward hook passes
     runner.attn_backend = types.SimpleNamespace(draws=None, prefills=None)
     scheduler = types.SimpleNamespace(
