@@ -14,9 +14,9 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.program import Program
 from zoo.common.sampling import RowSampling
-from zoo.sglang_plugin.columns import ExactColumn, HostColumn, SharedColumn, WeightsState, joined, on_device
+from zoo.sglang_plugin.columns import HostColumn, SharedColumn, WeightsColumn, WeightsState, joined, on_device
 from zoo.sglang_plugin.draws import taken
-from zoo.sglang_plugin.names import DRAWN, EXACT, FILTERED
+from zoo.sglang_plugin.names import DRAWN, FILTERED, WEIGHTS
 from zoo.sglang_plugin.requests import sampling_params
 
 
@@ -88,7 +88,7 @@ class RowSampler(stock.Sampler):
         # always, since a request's list must have one entry for each of its tokens; anew, since a graph's is one over all replays
         logits_output.customized_info = {
             FILTERED: SharedColumn(logits_output) if shared else HostColumn(drawn.filtered_log_prob_R),
-            EXACT: ExactColumn(self.weights),
+            WEIGHTS: WeightsColumn(self.weights),
         }
         if return_logprob:
             logits_output.next_token_logprobs = drawn.log_prob_R
