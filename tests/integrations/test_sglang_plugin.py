@@ -471,6 +471,36 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
         gc.enable()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls no sampler for a batch of max_new_tokens 0."""
+    page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
+    program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
+    sampler = page.RowSampler()
+    sampler.program, sampler.weights = program, WeightsState(str)
+    logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
+    seen: list[Any] = []
+
+    def compute(every_RV: Tensor, *asked: Any) -> Any:
+        seen.append((every_RV, asked[:2]))
+        return types.SimpleNamespace(token_logprobs=every_RV[:, 0], write_output_to=seen.append)
+
+    sampler.output_logprob_processor = types.SimpleNamespace(compute_logprobs=compute)
+    rows = RowSampling.of([SamplingParams(temperature=temperature)] * 3, [0] * 3, "cpu")
+    output, info = Output(logits_RV), page.RowsBatchInfo(rows=rows)
+    sampler.compute_logprobs_only(output, info, [0] * 3, [None] * 3)
+    assert seen == [] and output.next_token_logprobs is None
+    sampler.compute_logprobs_only(output, info, [0] * 3, [None, [5, 9], None])
+    (every_RV, asked), written = seen
+    assert asked == ([0] * 3, [None, [5, 9], None]) and written is output and output.next_token_logprobs is None
+    scaled_RV = logits_RV * rows.inverse_temperature_R[:, None]
+    wanted = [ops.log_prob_of_logits(scaled_RV, torch.full((3,), t), program=program).log_prob_R for t in range(300)]
+    assert torch.equal(every_RV.view(torch.int32), torch.stack(wanted, 1).view(torch.int32))
+    # control: SGLang's own arithmetic, and the other temperature
+    assert not torch.equal(every_RV, torch.log_softmax(scaled_RV, -1))
+    assert temperature == 1.0 or not torch.equal(every_RV, torch.log_softmax(logits_RV, -1))
+
+
 def test_stand_in_the_longest_sequence_picks_the_graph(scheduler_pages: types.SimpleNamespace) -> None:
     backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
     backend.context, backend.graphs = 4096, types.SimpleNamespace(length_for=lambda longest: longest)
