@@ -1049,7 +1049,8 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
     assert runner.order == ["decode", *[(count, None, "prefill") for count in captured]]
 
     mode = types.SimpleNamespace(is_decode_or_idle=lambda: False)
-    batch = types.SimpleNamespace(forward_mode=mode, return_logprob=False, is_prefill_only=False)
+    batch = types.SimpleNamespace(forward_mode=mode, return_logprob=False)
+    model.weights = WeightsState(lambda: "ffff0123")
     before = {3: 0, 1: 0}
     replayed = []
     for counts in ({3: 60}, {3: 3, 1: 20}, {1: 70}):
@@ -1068,7 +1069,11 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
             capturer.host_SLC.fill_(-1)
             kept, backend.prefills = backend.prefills, None if eager else backend.prefills
             model._returns_routing = routing_on
-            logits = model.forward(ids, live.positions_R, batch).next_token_logits
+            # where every request has max_new_tokens 0, no sampler names the weights
+            batch.is_prefill_only = eager
+            output = model.forward(ids, live.positions_R, batch)
+            logits, said = output.next_token_logits, output.customized_info
+            assert said[WEIGHTS][0] == "ffff0123" if eager else said is None
             backend.prefills = kept
             capturer.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None)
             host = capturer.host_SLC.clone()
