@@ -38,7 +38,7 @@ NOT_IN_ALL = {
 CONTRACTS = (
     ("backend.PagedBackend", "layers.attention.base_attn_backend.AttentionBackend",
      ("init_forward_metadata", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "init_forward_metadata_out_graph")),
-    ("sampler.RowSampler", "layers.sampler.Sampler", ("forward",)),
+    ("sampler.RowSampler", "layers.sampler.Sampler", ("forward", "compute_logprobs_only")),
     ("sampler.RowsBatchInfo", "sampling.sampling_batch_info.SamplingBatchInfo", ("adjusted_filter_batch", "adjusted_merge_batch")),
     ("graphs.BoundedGraphRunner", "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
      ("capture_one_shape", "_capture_one_stream", "load_batch", "_resolve_lora_variant", "_make_graph_key")),

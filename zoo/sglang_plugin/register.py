@@ -19,6 +19,9 @@ hooked method at all, who notices is said here.
 - after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
 - around RoutedExpertsCapturer.create: SGLang's own keeps experts without their weights. The model refuses to hand it routing.
 - around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts.
+- around SchedulerBatchResultProcessor.process_batch_result_prefill: a request that was retracted before its prefill's result is read
+  keeps its first log-probability, and those behind it in the batch their own prompts'. The client's `record` refuses lists of other
+  lengths than the answer's.
 - after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
   content hash is forgotten, and no cached row is of them.
 - after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again,
@@ -38,6 +41,7 @@ from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import DUMMY, around_resolution
 from zoo.sglang_plugin.parser import register_parser
+from zoo.sglang_plugin.results import around_prefill_result
 from zoo.sglang_plugin.slots import around_alloc_decode, around_alloc_extend
 
 logger = logging.getLogger(__name__)
@@ -78,6 +82,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
         ("state_capturer.routed_experts.RoutedExpertsCapturer.create", around_create, "AROUND"),
         (RESULTS + "._maybe_collect_routed_experts", around_collect, "AROUND"),
+        (RESULTS + ".process_batch_result_prefill", around_prefill_result, "AROUND"),
         (MEMORY + ".release_memory_occupation", after_release, "AFTER"),
         (MEMORY + ".resume_memory_occupation", after_resume, "AFTER"),
         (UPDATER + ".update_weights_from_tensor", around_update_from_tensor, "AROUND"),

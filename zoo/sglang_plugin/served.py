@@ -22,10 +22,10 @@ from zoo.common.registry import model_class
 from zoo.common.serving import PREFILL_ROWS, ForServing
 from zoo.sglang_plugin.backend import PagedBackend
 from zoo.sglang_plugin.capturer import capturer
-from zoo.sglang_plugin.columns import WeightsState
+from zoo.sglang_plugin.columns import WeightsColumn, WeightsState
 from zoo.sglang_plugin.loading import absent, check, load
 from zoo.sglang_plugin.memory import KeyValuePool, Step
-from zoo.sglang_plugin.names import DRAWN, PROGRAMS
+from zoo.sglang_plugin.names import DRAWN, PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.scores import prompt_scores
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Served(nn.Module):
         self._arrived: set[str] = set()  # published names, until all have been written once
         self.complete = False
         self.checking = False
-        self.weights = WeightsState()
+        self.weights = WeightsState(lambda: self.zoo.weights_version[:WEIGHTS_DIGITS])
         self._checked = False
         self._returns_routing = bool(args.enable_return_routed_experts)
 
@@ -84,6 +84,8 @@ class Served(nn.Module):
             hidden_RD = self.hidden_rows(input_ids, step, backend)
         last_N = step.rows.starts_N1[1:].long() - 1
         output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD.index_select(0, last_N)))
+        if forward_batch.is_prefill_only:  # no sampler comes after it
+            output.customized_info = {WEIGHTS: WeightsColumn(self.weights)}
         if forward_batch.return_logprob:
             b = forward_batch
             scores = prompt_scores(
