@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from zoo.sglang_plugin import options
+from zoo.common.serving import ForServing
+from zoo.sglang_plugin import check, options
 
 
 def stand_in_sglang(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17") -> None:
-    """What the hook on ServerArgs asks SGLang for: its version, and a view of the resolved options (here the options themselves)."""
+    """What the hook on ServerArgs asks SGLang for: its version, a view of the resolved options (here the options themselves), its hooks."""
     monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(__version__=version))  # type: ignore[arg-type]
     overrides = types.SimpleNamespace(resolved_view=lambda args: args)
     monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)  # type: ignore[arg-type]
+    monkeypatch.setattr(check, "assert_hooked", lambda: None)
 
 
 def arguments(**changed: Any) -> Any:
@@ -63,3 +66,30 @@ def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[st
         monkeypatch.setitem(sys.modules, f"zoo.sglang_plugin.{page}", types.ModuleType(page))
         del sys.modules[f"zoo.sglang_plugin.{page}"]
     return import_module(f"zoo.sglang_plugin.{name}")
+
+
+def served(monkeypatch: pytest.MonkeyPatch, serving: ForServing, folder: Path) -> tuple[Any, Any]:
+    """(SGLang's arguments, the plugin's model of that configuration without weights), over stand-ins of SGLang's modules."""
+    serving.save_pretrained(folder)
+    args = types.SimpleNamespace(attention_backend="zoo", model_path=str(folder), revision=None, enable_return_routed_experts=False)
+    page = over_stand_ins(
+        monkeypatch,
+        "served",
+        {
+            "layers.attention.base_attn_backend": {"AttentionBackend": object},
+            "layers.logits_processor": {"LogitsProcessorOutput": object},
+            "model_executor.forward_context": {"get_attn_backend": None},
+            "runtime_context": {"get_server_args": lambda: args, "get_schedule": lambda: args},
+        },
+    )
+    return args, page.Served(None)
+
+
+def judged_options() -> list[str]:
+    """Fields of SGLang's ServerArgs that somebody has judged and the plugin does not refuse. ValueError for one that is named twice."""
+    lines = (Path(__file__).parent / "sglang_options.txt").read_text().splitlines()
+    fields = [name for line in lines if line and line[0] not in "#[" for name in line.split()]
+    twice = {name for name in fields if fields.count(name) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))} are judged twice")
+    return fields

@@ -21,7 +21,7 @@ from zoo.common.sampling import Drawn, RowSampling, SamplingParams
 from zoo.qwen3 import SIZES, Qwen3ForServing
 from zoo.sglang_plugin.columns import WeightsState, joined
 from zoo.sglang_plugin.draws import CapturedDraw, GraphDraws, taken
-from zoo.sglang_plugin.names import DRAWN, EXACT, FILTERED, STATE
+from zoo.sglang_plugin.names import DRAWN, FILTERED, STATE, WEIGHTS
 
 CAPTURED, WIDTH = 8, 300
 
@@ -174,7 +174,7 @@ def test_stand_in_the_sampler_takes_or_draws(program: Program, monkeypatch: pyte
     """Ten steps by a graph, and others that must not take its draw: the same bytes, and the graph's own output stays as it was."""
     page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     sampler = page.RowSampler()
-    sampler.program, sampler.weights = program, WeightsState()
+    sampler.program, sampler.weights = program, WeightsState(str)
     graph, rows = Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(3, 40, temperature=0.7)
 
     def sampled(asked: RowSampling, step: int, returned: bool, info: dict[str, Any] | None) -> None:
@@ -188,7 +188,7 @@ def test_stand_in_the_sampler_takes_or_draws(program: Program, monkeypatch: pyte
         if returned:
             assert output.next_token_logprobs is not None and same(Drawn(token_R, *[output.next_token_logprobs] * 2), wanted)
         made = output.customized_info
-        assert made is not None and set(made) == {FILTERED, EXACT} and made is not info
+        assert made is not None and set(made) == {FILTERED, WEIGHTS} and made is not info
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs.tolist()
         assert [made[FILTERED][i] for i in range(3)] == wanted.filtered_log_prob_R.tolist()

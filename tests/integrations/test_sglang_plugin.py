@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import pickle
 import sys
 import types
 import warnings
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, stand_in_sglang
+from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, served, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import ops
@@ -32,9 +33,10 @@ from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.sglang_plugin import (
-    EXACT,
     FILTERED,
     ROUTING_WEIGHTS,
+    WEIGHTS,
+    check,
     client,
     fingerprint,
     memory,
@@ -48,7 +50,8 @@ from zoo.sglang_plugin import (
     updating,
 )  # fmt: skip
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
-from zoo.sglang_plugin.columns import ExactColumn, HostColumn, SharedColumn, WeightsState, joined
+from zoo.sglang_plugin.columns import HostColumn, SharedColumn, Uncut, WeightsColumn, WeightsState, joined
+from zoo.sglang_plugin.results import around_prefill_result
 from zoo.sglang_plugin.scores import prompt_scores, scored_rows
 
 PAGE = 8
@@ -290,6 +293,7 @@ def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
     decided = arguments(sampling_backend="zoo", moe_a2a_backend="deepep")
     monkeypatch.setattr(options, "resolved", lambda args: decided)
+    monkeypatch.setattr(check, "assert_hooked", lambda: None)
     args = arguments()
     with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
         options.around_resolution(lambda a: None, args)
@@ -337,6 +341,7 @@ def test_stand_in_unaligned_only_warns_where_bytes_alone_suffer() -> None:
         ({"cuda_graph_backend_prefill": "breakable"}, "implies --cuda-graph-backend-prefill disabled, not breakable"),
         ({"decode_attention_backend": "fa3"}, "not --decode_attention_backend fa3"),
         ({"enable_return_routed_experts": True}, "needs a mixture of experts, qwen3 is dense"),
+        ({"model_config_parser": "zoo"}, "--model-config-parser zoo would show SGLang another model than qwen3"),
         ({"context_length": 50000}, "--context-length 50000 is longer than the model's position table of 40960"),
     ],
 )
@@ -402,11 +407,31 @@ def test_stand_in_requests_are_checked_before_they_run() -> None:
     def request(**fields: Any) -> Any:
         return types.SimpleNamespace(rid="x", sampling_params={}, lora_path=None, **fields)
 
-    requests.check_request(request(return_hidden_states=False))
+    def check_request(input_ids: Any = (0, 7), **fields: Any) -> None:
+        requests.check_request(request(**fields), input_ids, 8)
+
+    check_request(return_hidden_states=False, top_logprobs_num=None)
+    check_request(None)  # embeddings, refused by their own field
+    check_request(top_logprobs_num=8)
     with pytest.raises(ValueError, match="return_sampling_mask is not served"):
-        requests.check_request(request(return_sampling_mask=True))
+        check_request(return_sampling_mask=True)
     with pytest.raises(ValueError, match="image_data is not served"):
-        requests.check_request(request(image_data=["http://x"]))
+        check_request(image_data=["http://x"])
+    # these would end SGLang's scheduler
+    for odd in (8, -1):
+        with pytest.raises(ValueError, match=f"token id {odd} of the prompt is outside the vocabulary of 8"):
+            check_request([0, odd, 7])
+    with pytest.raises(ValueError, match="top_logprobs_num 9 is more than the vocabulary of 8"):
+        check_request(top_logprobs_num=9)
+
+
+def test_stand_in_the_request_hook_knows_prompt_and_vocabulary() -> None:
+    page = importlib.import_module("zoo.sglang_plugin.register")
+    manager = types.SimpleNamespace(server_args=arguments(), model_config=types.SimpleNamespace(vocab_size=8))
+    obj = types.SimpleNamespace(rid="x", sampling_params={})
+    assert page.after_validate(None, manager, obj, [1, 7]) is None
+    with pytest.raises(ValueError, match="token id 8 of the prompt"):
+        page.after_validate(None, manager, obj, [1, 8])
 
 
 def test_host_columns_keep_fp32() -> None:
@@ -422,7 +447,7 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
     page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
     sampler = page.RowSampler()
-    sampler.program, sampler.weights = program, WeightsState()
+    sampler.program, sampler.weights = program, WeightsState(str)
     logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
     positions = torch.tensor([4, 9, 2])
 
@@ -467,6 +492,36 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
         assert gone() is not None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls no sampler for a batch of max_new_tokens 0."""
+    page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
+    program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
+    sampler = page.RowSampler()
+    sampler.program, sampler.weights = program, WeightsState(str)
+    logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
+    seen: list[Any] = []
+
+    def compute(every_RV: Tensor, *asked: Any) -> Any:
+        seen.append((every_RV, asked[:2]))
+        return types.SimpleNamespace(token_logprobs=every_RV[:, 0], write_output_to=seen.append)
+
+    sampler.output_logprob_processor = types.SimpleNamespace(compute_logprobs=compute)
+    rows = RowSampling.of([SamplingParams(temperature=temperature)] * 3, [0] * 3, "cpu")
+    output, info = Output(logits_RV), page.RowsBatchInfo(rows=rows)
+    sampler.compute_logprobs_only(output, info, [0] * 3, [None] * 3)
+    assert seen == [] and output.next_token_logprobs is None
+    sampler.compute_logprobs_only(output, info, [0] * 3, [None, [5, 9], None])
+    (every_RV, asked), written = seen
+    assert asked == ([0] * 3, [None, [5, 9], None]) and written is output and output.next_token_logprobs is None
+    scaled_RV = logits_RV * rows.inverse_temperature_R[:, None]
+    wanted = [ops.log_prob_of_logits(scaled_RV, torch.full((3,), t), program=program).log_prob_R for t in range(300)]
+    assert torch.equal(every_RV.view(torch.int32), torch.stack(wanted, 1).view(torch.int32))
+    # control: SGLang's own arithmetic, and the other temperature
+    assert not torch.equal(every_RV, torch.log_softmax(scaled_RV, -1))
+    assert temperature == 1.0 or not torch.equal(every_RV, torch.log_softmax(logits_RV, -1))
 
 
 def test_stand_in_the_longest_sequence_picks_the_graph(scheduler_pages: types.SimpleNamespace) -> None:
@@ -522,47 +577,82 @@ def answered(**changed: Any) -> dict[str, Any]:
         "finish_reason": {"type": "length", "length": 2},
         "output_token_logprobs": [(-0.5, 9, None), (-0.25, 8, None)],
         FILTERED: [-0.125, 0.0],
-        EXACT: [True, True],
+        WEIGHTS: ["ffff0123"] * 2,
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
         "input_token_logprobs": [(None, 1, None), (-3.0, 2, None), (-4.0, 3, None)],
     }
     return {"output_ids": [9, 8], "meta_info": meta | changed}
 
 
-PRINTED = Fingerprint({"program": "aligned/1"}, "ffff", {}, {})
+PRINTED = Fingerprint({"program": "aligned/1"}, "ffff0123456789", {}, {})
 
 
 def test_record_of_an_answer() -> None:
     made = record(answered(), [1, 2, 3], {"temperature": 0.5}, PRINTED)
     assert made.output_ids == (9, 8) and made.log_probs == (-0.5, -0.25) and made.filtered_log_probs == (-0.125, 0.0)
     assert made.prompt_log_probs == (-3.0, -4.0) and made.finish_reason == "length"
-    assert made.sampling == SamplingParams(temperature=0.5, seed=seed_of("abc")) and made.versions == ("ffff",) * 4
+    assert made.sampling == SamplingParams(temperature=0.5, seed=seed_of("abc")) and made.versions == ("ffff0123456789",) * 4
     assert record(answered(input_token_logprobs=[]), [1, 2, 3], {}, PRINTED).prompt_log_probs is None
     with pytest.raises(ValueError, match="1 filtered log-probabilities for 2 output tokens"):
         record(answered(**{FILTERED: [0.0]}), [1, 2, 3], {}, PRINTED)
     with pytest.raises(ValueError, match="ask for them with return_logprob"):
         record({"meta_info": {"id": "x"}}, [1], {}, PRINTED)
-    for name in (FILTERED, EXACT):
+    for name in (FILTERED, WEIGHTS):
         other = answered()
         del other["meta_info"][name]
         with pytest.raises(ValueError, match=f"has no {name}: its server runs another backend, or a plugin of another version"):
             record(other, [1, 2, 3], {}, PRINTED)
     with pytest.raises(ValueError, match="weights changed under answer abc"):
-        record(answered(**{EXACT: [True, False]}), [1, 2, 3], {}, PRINTED)
+        record(answered(**{WEIGHTS: ["ffff0123", None]}), [1, 2, 3], {}, PRINTED)
 
 
-def test_exact_is_what_no_write_reached() -> None:
-    state = WeightsState()
-    before = ExactColumn(state)
-    assert before[0] and before[7]
+@pytest.mark.parametrize(
+    ("changed", "prompt", "sampling", "message"),
+    [
+        ({"prompt_tokens": 4}, [1, 2, 3], {}, "^answer abc is of 4 prompt tokens, the prompt given has 3$"),
+        ({}, [1, 2], {}, "is of 3 prompt tokens, the prompt given has 2"),
+        ({"finish_reason": None}, [1, 2, 3], {"max_new_tokens": 9}, "^answer abc is not finished: 2 of up to 9 tokens so far$"),
+        ({"finish_reason": None}, [1, 2, 3], {}, "2 of up to 128 tokens so far"),
+        ({"completion_tokens": 3}, [1, 2, 3], {}, "^2 log-probabilities for 3 output tokens$"),
+        ({"output_token_logprobs": [(-0.25, 8, None)]}, [1, 2, 3], {}, "^1 log-probabilities for 2 output tokens$"),
+        ({WEIGHTS: ["ffff0123"]}, [1, 2, 3], {}, "^1 weights for 2 output tokens$"),
+        ({WEIGHTS: ["eeee0123"] * 2}, [1, 2, 3], {}, "^answer abc was drawn by weights eeee0123, the fingerprint is of ffff0123$"),
+        ({WEIGHTS: ["ffff0123", "eeee0123"]}, [1, 2, 3], {}, "drawn by weights eeee0123, the fingerprint is of ffff0123"),
+    ],
+)
+def test_record_refuses_an_answer_of_another_prompt_or_other_weights(
+    changed: dict[str, Any], prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        record(answered(**changed), prompt, sampling, PRINTED)
+
+
+@pytest.mark.parametrize("scored", [[], [(-0.5, 9, None)]])
+def test_record_of_a_scored_prompt_says_that_nothing_was_drawn(scored: list[Any]) -> None:
+    """A batch with other requests in it gives a log-probability too, of a token that is not returned."""
+    changed = {"output_token_logprobs": scored, "completion_tokens": 0, FILTERED: [], WEIGHTS: ["ffff0123"]}
+    with pytest.raises(ValueError, match=f"^answer abc has 0 output tokens: nothing was drawn, {WEIGHTS} names what scored its 3$"):
+        record(answered(**changed), [1, 2, 3], {}, PRINTED)
+
+
+def test_weights_are_named_where_no_write_reached() -> None:
+    asked: list[str] = []
+    state = WeightsState(lambda: asked.append(f"weights{len(asked)}") or asked[-1])  # type: ignore[func-returns-value]
+    before = WeightsColumn(state)
+    assert asked == [] and before[0] == before[7] == "weights0"
     state.written()
-    under = ExactColumn(state)
+    under = WeightsColumn(state)
     # a step that was launched before the write may still run when it comes
-    assert not before[0] and not under[0]
-    state.flushed = True
-    assert ExactColumn(state)[0] and not under[0]
-    later = ExactColumn(state)
+    assert before[0] is None and under[0] is None
     state.written()
-    assert not later[0]
+    state.flushed = True
+    # parts of an update ask for nothing
+    assert asked == ["weights0"]
+    assert WeightsColumn(state)[0] == "weights1" and under[0] is None
+    later = WeightsColumn(state)
+    state.written()
+    assert later[0] is None and asked == ["weights0", "weights1"]
 
 
 def test_routing_of_a_request_is_the_trainers() -> None:
@@ -644,9 +734,18 @@ def test_stand_in_routing_reaches_the_client(monkeypatch: pytest.MonkeyPatch) ->
     def request(asks: bool) -> Any:
         return types.SimpleNamespace(asks=asks, customized_info=None, output_ids_through_stop=[1, 2, 3])
 
-    finished, silent = request(True), request(False)
-    for each in (finished, silent):
+    finished, silent, scored = request(True), request(False), request(True)
+    scored.output_ids_through_stop = []  # max_new_tokens 0
+    for each in (finished, silent, scored):
         around_collect(collect, None, each)
+    # SGLang appends what the request's only step says, and cuts every list to its output tokens: none
+    scored.customized_info[WEIGHTS].append("ffff0123")
+    cut = pickle.loads(pickle.dumps({name: values[0:0] for name, values in scored.customized_info.items()}))
+    assert cut[WEIGHTS] == ["ffff0123"] and type(cut[WEIGHTS]) is list
+    back = routing({"meta_info": {"routed_experts": base64.b64encode(scored.routed_experts.numpy().tobytes()), **cut}}, 2, 3)[1]
+    assert torch.equal(back.view(torch.int32), weights.view(torch.int32)) and type(scored.customized_info[WEIGHTS]) is Uncut
+    # control: a plain list loses it
+    assert [*scored.customized_info[WEIGHTS]][0:0] == []
     assert silent.customized_info is None and len(finished.customized_info[ROUTING_WEIGHTS]) == 3
     text = base64.b64encode(finished.routed_experts.numpy().tobytes()).decode()
     meta = json.loads(json.dumps({"routed_experts": text, ROUTING_WEIGHTS: finished.customized_info[ROUTING_WEIGHTS]}))
@@ -672,6 +771,62 @@ def test_stand_in_capturer_holds_the_largest_forward(monkeypatch: pytest.MonkeyP
     assert around_create(dict, **given) is None
 
 
+class Row:
+    """Stands for a request of SGLang whose prefill is over."""
+
+    def __init__(self, rid: str, tokens: int = 0, retracted: bool = False, finished: bool = False, chunks: int = 0) -> None:
+        self.rid, self.output_ids, self.is_retracted, self.inflight_middle_chunks = rid, [7] * tokens, retracted, chunks
+        self.done, self.scores, self.sent, self.send_output_token_logprobs_offset = finished, None, 0, tokens
+
+    def finished(self) -> bool:
+        return self.done
+
+
+def read_prefill(processor: Any, batch: Any, result: Any) -> str:
+    """As SGLang reads a prefill's result: those passed over move no pointer, and all are streamed."""
+    pointer = 0
+    for row, length, start in zip(batch.reqs, result.extend_input_len_per_req, result.extend_logprob_start_len_per_req, strict=True):
+        if (row.done and row.inflight_middle_chunks <= 0) or row.is_retracted:
+            continue
+        if row.inflight_middle_chunks <= 0:
+            row.output_ids.append(7)
+        row.scores = result.logits_output.input_token_logprobs[pointer : pointer + length - start].tolist()
+        pointer += length - start
+    for row in batch.reqs:
+        row.send_output_token_logprobs_offset = max(len(row.output_ids), 1)
+    return "read"
+
+
+def test_stand_in_a_request_retracted_before_its_result_is_read_costs_no_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = types.SimpleNamespace(calculate_num_input_logprobs=lambda row, length, start: length - start)
+    processor = types.SimpleNamespace(logprob_result_processor=counts)
+    lengths, starts, column = [3, 4, 2, 5, 2], [0, 1, 0, 0, 2], torch.arange(13.0)
+
+    def read(hooked: bool, backend: str = "zoo", retracted: bool = True) -> tuple[list[Row], list[str]]:
+        server_of(monkeypatch, None, attention_backend=backend)
+        rows = [Row("a"), Row("b", retracted=retracted), Row("c", tokens=4, finished=retracted), Row("d"), Row("e", chunks=1)]
+        copied: list[str] = []
+        result = types.SimpleNamespace(
+            logits_output=types.SimpleNamespace(input_token_logprobs=column), extend_input_len_per_req=lengths,
+            extend_logprob_start_len_per_req=starts, copy_done=types.SimpleNamespace(synchronize=lambda: copied.append("waited")),
+        )  # fmt: skip
+        batch = types.SimpleNamespace(reqs=rows, return_logprob=True)
+        said = around_prefill_result(read_prefill, processor, batch, result) if hooked else read_prefill(processor, batch, result)
+        assert said == "read"
+        return rows, copied
+
+    rows, copied = read(True)
+    assert copied == ["waited"] and [row.scores for row in rows] == [[0.0, 1.0, 2.0], None, None, [8.0, 9.0, 10.0, 11.0, 12.0], []]
+    # one more is sent than there is, but for those passed over and the piece of a prompt
+    assert [(row.send_output_token_logprobs_offset, len(row.output_ids)) for row in rows] == [(1, 1), (0, 0), (4, 4), (1, 1), (0, 0)]
+    # controls: without the hook, and in another server, the numbers are a neighbour's and an entry is lost
+    for rows, copied in (read(False), read(True, backend="fa3")):
+        assert copied == [] and rows[3].scores == [3.0, 4.0, 5.0, 6.0, 7.0] and rows[1].send_output_token_logprobs_offset == 1
+    # nobody is passed over: SGLang's own
+    rows, copied = read(True, retracted=False)
+    assert copied == [] and [row.scores for row in rows[1:4]] == [[3.0, 4.0, 5.0], [6.0, 7.0], [8.0, 9.0, 10.0, 11.0, 12.0]]
+
+
 def test_padding_is_clean_after_memory_comes_back() -> None:
     from importlib import import_module
 
@@ -695,42 +850,31 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
     from importlib import import_module
 
     hooks = import_module("zoo.sglang_plugin.register")
-    serving.save_pretrained(tmp_path / "weights")
-    args = types.SimpleNamespace(
-        attention_backend="zoo", model_path=str(tmp_path / "weights"), revision=None, enable_return_routed_experts=False
-    )
-    page = over_stand_ins(
-        monkeypatch,
-        "served",
-        {
-            "layers.attention.base_attn_backend": {"AttentionBackend": object},
-            "layers.logits_processor": {"LogitsProcessorOutput": object},
-            "model_executor.forward_context": {"get_attn_backend": None},
-            "runtime_context": {"get_server_args": lambda: args, "get_schedule": lambda: args},
-        },
-    )
-    model = page.Served(None)
+    args, model = served(monkeypatch, serving, tmp_path / "weights")
     published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
     updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
     scheduler = types.SimpleNamespace(server_args=args, tp_worker=worker)
 
     def exact() -> bool:
-        return ExactColumn(model.weights)[0]
+        said = WeightsColumn(model.weights)[0]
+        assert said is None or said == model.fingerprint().weights[: names.WEIGHTS_DIGITS]
+        return said is not None
 
     def release(*tags: str) -> None:
         updater.offload_tags |= set(tags)
         hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
 
     model.load_weights(published)
+    model.start(dummy=False)
     assert exact() and model.fingerprint().weights == serving.fingerprint().weights
     writes: dict[str, Callable[[], None]] = {
         "load": lambda: model.load_weights(published[:2]),
-        "tensors": lambda: hooks.before_update(updater, None),
+        "others": model.overwrite,
         "release": lambda: release("weights"),
     }
     for name, write in writes.items():
-        launched, before = ExactColumn(model.weights), model.fingerprint().weights
+        launched, before = WeightsColumn(model.weights), model.fingerprint().weights
         parameter = next(model.parameters())
         write()
         assert not exact() and not launched[0], name
@@ -760,7 +904,7 @@ def test_stand_in_fingerprint_of_an_engine() -> None:
     with pytest.raises(ValueError, match="weights are released"):
         fingerprint(engine({names.STATE: {"fingerprint": None}}))
     other = {names.STATE: {"fingerprint": dataclasses.replace(PRINTED, weights="0000").to_dict()}}
-    with pytest.raises(ValueError, match="weights: ffff against 0000"):
+    with pytest.raises(ValueError, match="weights: ffff0123456789 against 0000"):
         client.fingerprint(engine(mine, other))
 
 
@@ -826,7 +970,10 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
     assert page.after_release("kept", updater, None) == "kept"
-    assert page.after_resume("kept", updater, None) == "kept" and page.before_update(updater, None) is None
+    assert page.after_resume("kept", updater, None) == "kept"
+    weights = types.SimpleNamespace(get_model_runner=lambda: runner)
+    assert page.around_update_from_tensor(lambda *given: given, weights, [], "direct") == (weights, [], "direct")
+    assert page.around_update_from_disk(lambda *given: given, weights, "path", "auto") == (weights, "path", "auto", None, False)
     assert page.after_flush("kept", types.SimpleNamespace(server_args=other)) == "kept"
     context = types.ModuleType("sglang.srt.runtime_context")
     context.get_server_args = lambda: other  # type: ignore[attr-defined]
@@ -916,6 +1063,7 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
 
     mode = types.SimpleNamespace(is_decode_or_idle=lambda: False)
     batch = types.SimpleNamespace(forward_mode=mode, return_logprob=False)
+    model.weights = WeightsState(lambda: "ffff0123")
     before = {3: 0, 1: 0}
     replayed = []
     for counts in ({3: 60}, {3: 3, 1: 20}, {1: 70}):
@@ -934,7 +1082,11 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
             capturer.host_SLC.fill_(-1)
             kept, backend.prefills = backend.prefills, None if eager else backend.prefills
             model._returns_routing = routing_on
-            logits = model.forward(ids, live.positions_R, batch).next_token_logits
+            # where every request has max_new_tokens 0, no sampler names the weights
+            batch.is_prefill_only = eager
+            output = model.forward(ids, live.positions_R, batch)
+            logits, said = output.next_token_logits, output.customized_info
+            assert said[WEIGHTS][0] == "ffff0123" if eager else said is None
             backend.prefills = kept
             capturer.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None)
             host = capturer.host_SLC.clone()
@@ -969,7 +1121,7 @@ def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types
     runner = scheduler_pages.graphs.BoundedGraphRunner.__new__(scheduler_pages.graphs.BoundedGraphRunner)
     runner.attn_backend, runner.order = backend, []
     sampler = scheduler_pages.sampler.RowSampler()
-    sampler.program, sampler.weights = zoo.program, WeightsState()
+    sampler.program, sampler.weights = zoo.program, WeightsState(str)
     static = types.SimpleNamespace(
         forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True), req_pool_indices=torch.zeros(4, dtype=torch.int64),
         seq_lens=torch.ones(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64), seq_lens_cpu=torch.tensor([17, 9]),

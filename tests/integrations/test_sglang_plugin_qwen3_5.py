@@ -23,7 +23,7 @@ from zoo.common.rows import Rows
 from zoo.qwen3 import SIZES as QWEN3_SIZES
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.sglang_plugin import loading, memory, options, slots, states
-from zoo.sglang_plugin.loading import load
+from zoo.sglang_plugin.loading import absent, load
 
 PAGE = 80
 SEGMENT = 256
@@ -522,12 +522,14 @@ def test_weights_under_published_names(kind: str, monkeypatch: pytest.MonkeyPatc
     assert all(name == "lm_head.weight" or name.startswith("model.language_model.") for name, _ in pieces)
     narrow = [(n, t.bfloat16() if n.endswith("dt_bias") else t) for n, t in pieces]
     extra = [("model.visual.blocks.0.attn.qkv.weight", torch.zeros(2)), ("mtp.fc.weight", torch.zeros(2))]
-    with pytest.raises(ValueError, match="lacks 1 tensors of this geometry: model.language_model.norm.weight"):
-        load(target, [*extra, *[(n, t) for n, t in narrow if n != "model.language_model.norm.weight"]], whole=True)
-    load(target, [*narrow, *extra], whole=True)
+    arrived: set[str] = set()
+    load(target, [*extra, *[(n, t) for n, t in narrow if n != "model.language_model.norm.weight"]], arrived.update)
+    assert absent(target.table_of(), arrived) == {"model.language_model.norm.weight"}
+    load(target, [*narrow, *extra], arrived.update)
+    assert not absent(target.table_of(), arrived) and not arrived & {name for name, _ in extra}
     assert source.weights_version == target.weights_version
     one = [(n, t * 2) for n, t in pieces if n.endswith("A_log")][:1]
-    load(target, one, whole=False)
+    load(target, one, arrived.update)
     assert source.weights_version != target.weights_version
-    load(target, [(n, t) for n, t in pieces if n == one[0][0]], whole=False)
+    load(target, [(n, t) for n, t in pieces if n == one[0][0]], arrived.update)
     assert source.weights_version == target.weights_version

@@ -12,7 +12,7 @@ import torch
 
 import zoo
 from zoo.common.engine import Engine
-from zoo.sglang_plugin.names import EXACT, FILTERED, STATE
+from zoo.sglang_plugin.names import FILTERED, STATE, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.requests import sampling_params
 from zoo.verify.ladder import Ladder, Result
 from zoo.verify.samplers import SGLang, check_engine, request
@@ -43,7 +43,9 @@ class StandIn:
         asked = type(asked)(**{**vars(asked), "max_new_tokens": params["max_new_tokens"], "ignore_eos": params["ignore_eos"]})
         [done] = self.engine.generate([ids], [asked])
         scored = [(value, token, None) for value, token in zip(done.log_probs, done.output_ids, strict=True)]
-        meta = {"id": rid, "output_token_logprobs": scored, FILTERED: list(done.filtered_log_probs), EXACT: [True] * len(scored)}
+        drawn_by = [version[:WEIGHTS_DIGITS] for version in done.output_versions]
+        meta = {"id": rid, "output_token_logprobs": scored, FILTERED: list(done.filtered_log_probs), WEIGHTS: drawn_by}
+        meta |= {"prompt_tokens": len(ids), "completion_tokens": len(scored)}
         return {"output_ids": list(done.output_ids), "meta_info": {**meta, "finish_reason": {"type": "length"}}}
 
     def get_server_info(self) -> dict[str, Any]:

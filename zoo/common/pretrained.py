@@ -183,6 +183,17 @@ class Pretrained(nn.Module):
         leaves every byte as it was.
         `version` is a label that the fingerprint reports.
         """
+        for view, tensor in self._writes(tensors):
+            view.copy_(tensor)
+        self._label = version
+        self.weights_changed()
+
+    def check_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """ValueError where `load_weights` would raise it; nothing is written."""
+        self._writes(tensors)
+
+    def _writes(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """(view of a parameter, what goes there), all of it checked."""
         if not isinstance(tensors, Iterable):
             raise ValueError(f"weights must be (published name, tensor) pairs, not {type(tensors).__name__}")
         table = self.table_of()
@@ -214,10 +225,7 @@ class Pretrained(nn.Module):
         for name, tensor, entry, piece in aliases:
             fresh = [source for view, source in writes.values() if view.data_ptr() == piece.of(parameters[entry.ours]).data_ptr()]
             files.check_alias(name, tensor, fresh[0] if fresh else piece.of(parameters[entry.ours]), entry.ours)
-        for view, tensor in writes.values():
-            view.copy_(tensor)
-        self._label = version
-        self.weights_changed()
+        return list(writes.values())
 
     def published_tensors(self, *, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take.

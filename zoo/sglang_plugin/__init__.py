@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from zoo.sglang_plugin.client import fingerprint, record, routing, updating
-from zoo.sglang_plugin.names import EXACT, FILTERED, PROGRAMS, ROUTING_WEIGHTS
+from zoo.sglang_plugin.names import FILTERED, PROGRAMS, ROUTING_WEIGHTS, WEIGHTS
 from zoo.sglang_plugin.register import register
 from zoo.sglang_plugin.requests import seed_of
 
-__all__ = ["EXACT", "FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of", "updating"]
+__all__ = ["FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of", "updating"]

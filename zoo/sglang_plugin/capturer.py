@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.sglang_plugin.names import PROGRAMS, ROUTING_WEIGHTS
+from zoo.sglang_plugin.columns import Uncut
+from zoo.sglang_plugin.names import PROGRAMS, ROUTING_WEIGHTS, WEIGHTS
 
 
 @dataclass
@@ -102,14 +103,21 @@ def around_collect(original: Callable[..., Any], processor: Any, req: Any) -> An
     """Hook around `SchedulerBatchResultProcessor._maybe_collect_routed_experts`, which a request meets once, when it ends.
 
     SGLang returns a list with an entry per output token under each name of `customized_info`; the last one has all weights.
+    Of a request without output tokens it would return none: what its only step says comes after this, into an uncut list.
     """
     result = original(processor, req)
-    if req.routed_experts is None or not active():
+    if not active():
+        return result
+    silent = not req.output_ids_through_stop
+    if silent:
+        req.customized_info = {WEIGHTS: Uncut()}
+    if req.routed_experts is None:
         return result
     text = base64.b64encode(capturer().weights().numpy().tobytes()).decode()
     if req.customized_info is None:
         req.customized_info = {}
-    req.customized_info[ROUTING_WEIGHTS] = [None] * (len(req.output_ids_through_stop) - 1) + [text]
+    entries = [None] * (len(req.output_ids_through_stop) - 1) + [text]
+    req.customized_info[ROUTING_WEIGHTS] = Uncut(entries) if silent else entries
     return result
 
 

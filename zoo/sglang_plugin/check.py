@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as every_module
 
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.options import CHECKED
-from zoo.sglang_plugin.slots import power_of_two
+
+
+def assert_hooked() -> None:
+    """RuntimeError naming the first hook that is not active in this process: SGLang only logs one that it could not apply."""
+    from zoo.sglang_plugin.register import SRT, hooks
+
+    for target, _, _ in hooks():
+        try:
+            found = pkgutil.resolve_name(f"{SRT}.{target}")
+        except (ImportError, AttributeError):
+            found = None
+        if not hasattr(found, "__wrapped__"):
+            raise RuntimeError(f"the hook on {target} is not active: this SGLang has no such method, or its plugins were not loaded")
+
+
+def assert_unhooked(model: nn.Module) -> None:
+    """RuntimeError naming the first module whose output another may change: a hook of torch's, or a `forward` of its own."""
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        if getattr(every_module, name):
+            raise RuntimeError("a forward hook is on every module of this process: it may move bytes that the fingerprint can't show")
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            raise RuntimeError(f"a forward hook is on the model's {path or 'root'}: it may move bytes that the fingerprint can't show")
 
 
 def assert_active(runner: Any) -> None:
     """RuntimeError naming the first part of a model runner that is not the zoo's."""
-    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-
     from zoo.sglang_plugin.sampler import RowSampler
     from zoo.sglang_plugin.served import Served
 
@@ -26,12 +49,8 @@ def assert_active(runner: Any) -> None:
         raise RuntimeError(f"the model is {type(runner.model).__module__}.{type(runner.model).__name__}, not the zoo's")
     if not isinstance(runner.sampler, RowSampler):
         raise RuntimeError(f"the sampler is {type(runner.sampler).__name__}, not the zoo's")
-    if not power_of_two(args.page_size) and not hasattr(PagedTokenToKVPoolAllocator.alloc_extend, "__wrapped__"):
-        raise RuntimeError(f"pages of {args.page_size} can't be handed out: the hook on alloc_extend is not active")
-    if not hasattr(PagedTokenToKVPoolAllocator.alloc_decode, "__wrapped__"):
-        raise RuntimeError("every decode step would launch SGLang's kernel for its slots: the hook on alloc_decode is not active")
-    if args.enable_return_routed_experts and not hasattr(SchedulerBatchResultProcessor._maybe_collect_routed_experts, "__wrapped__"):
-        raise RuntimeError("routing weights would not be returned: the hook on _maybe_collect_routed_experts is not active")
+    assert_hooked()
+    assert_unhooked(runner.model)
     wanted = PROGRAMS[args.attention_backend]
     if runner.model.zoo.program.name != wanted or runner.sampler.program != runner.model.zoo.program:
         raise RuntimeError(f"the model runs program {runner.model.zoo.program.name}, not {wanted}")

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from zoo.common.engine.record import Completion
 from zoo.common.fingerprint import Fingerprint
-from zoo.sglang_plugin.names import EXACT, FILTERED, ROUTING_WEIGHTS, STATE
+from zoo.sglang_plugin.names import FILTERED, ROUTING_WEIGHTS, STATE, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.requests import sampling_params
+
+SGLANGS_MOST = 128  # output tokens of a request that names no max_new_tokens
 
 
 def fingerprint(server: Any) -> Fingerprint:
     """The fingerprint of a running server: its address ("http://host:port"), or an `sglang.Engine`.
 
-    ValueError if it does not run the plugin, or has handed its weights' memory back.
+    ValueError if it does not run the plugin, has handed its weights' memory back, or was started without weights and lacks some.
     """
     said = states(server)
     if any(state["fingerprint"] is None for state in said):
-        raise ValueError("the server's weights are released: resume them before asking for a fingerprint")
+        raise ValueError("the server's weights are released, or not all pushed yet: resume and push them before asking for a fingerprint")
     found = [Fingerprint.from_dict(state["fingerprint"]) for state in said]
     for other in found[1:]:
         found[0].check(other)
@@ -79,27 +81,38 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
     answer    {"output_ids": ..., "meta_info": ...}
     sampling  the parameters that were sent
     printed   `fingerprint` of the server under the weights that it answered with
-    ValueError if the answer has no log-probabilities, comes from a server without this plugin's fields, or has rows of two weights:
-    updated while it was paused, or over a cache that was not flushed.
+    ValueError if the answer has no log-probabilities or output tokens, is not finished, is of another prompt's length, comes from
+    a server without this plugin's fields, has rows of two weights (updated while it was paused, or over a cache that was not
+    flushed), or of others than `printed` names.
     """
     meta = answer["meta_info"]
     if "output_token_logprobs" not in meta:
         raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
-    for name in (FILTERED, EXACT):
+    count = meta["completion_tokens"]
+    if meta["finish_reason"] is None:
+        most = sampling.get("max_new_tokens", SGLANGS_MOST)
+        raise ValueError(f"answer {meta['id']} is not finished: {count} of up to {most} tokens so far")
+    if meta["prompt_tokens"] != len(prompt_ids):
+        raise ValueError(f"answer {meta['id']} is of {meta['prompt_tokens']} prompt tokens, the prompt given has {len(prompt_ids)}")
+    if not count:
+        raise ValueError(f"answer {meta['id']} has 0 output tokens: nothing was drawn, {WEIGHTS} names what scored its {len(prompt_ids)}")
+    for name in (FILTERED, WEIGHTS):
         if name not in meta:
             raise ValueError(f"the answer has no {name}: its server runs another backend, or a plugin of another version than this client")
-    if not all(meta[EXACT]):
+    scored, filtered, drawn_by = meta["output_token_logprobs"], meta[FILTERED], meta[WEIGHTS]
+    output_ids = tuple(token for _, token, _ in scored)
+    for what, entries in (("log-probabilities", scored), ("filtered log-probabilities", filtered), ("weights", drawn_by)):
+        if len(entries) != count:
+            raise ValueError(f"{len(entries)} {what} for {count} output tokens")
+    if None in drawn_by:
         raise ValueError(
             f"the weights changed under answer {meta['id']}, or under the cache that it read: update between requests and flush the cache"
         )
-    scored = meta["output_token_logprobs"]
-    filtered = meta[FILTERED]
-    output_ids = tuple(token for _, token, _ in scored)
-    if len(filtered) != len(scored):
-        raise ValueError(f"{len(filtered)} filtered log-probabilities for {len(scored)} output tokens")
+    mine = printed.weights[:WEIGHTS_DIGITS]
+    for other in set(drawn_by) - {mine}:
+        raise ValueError(f"answer {meta['id']} was drawn by weights {other}, the fingerprint is of {mine}")
     prompt = meta.get("input_token_logprobs")
     whole = prompt is not None and len(prompt) == len(prompt_ids)
-    reason = (meta["finish_reason"] or {}).get("type", "length")
     return Completion(
         request_id=meta["id"],
         prompt_ids=tuple(prompt_ids),
@@ -110,7 +123,7 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
         sampling=sampling_params(sampling, meta["id"]),
         versions=(printed.weights,) * (len(prompt_ids) + len(output_ids) - 1),
         exact=True,
-        finish_reason=reason,
+        finish_reason=meta["finish_reason"]["type"],
         fingerprint=printed,
     )
 

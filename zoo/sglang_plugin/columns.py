@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,26 +60,44 @@ class SharedColumn:
         return self._values[i]
 
 
-@dataclasses.dataclass
 class WeightsState:
-    """How often a server's weights were written, and whether SGLang emptied its cache since (it can while no request runs)."""
+    """Which weights a server has: how often they were written, what they are, and whether SGLang emptied its cache since (it can
+    while no request runs).
 
-    writes: int = 0
-    flushed: bool = True
+    version  the content hash's first digits, asked for once after a write: by the first step whose result may name it
+    """
+
+    def __init__(self, version: Callable[[], str]) -> None:
+        self.writes, self.flushed = 0, True
+        self.found: str | None = None
+        self._version = version
 
     def written(self) -> None:
-        self.writes, self.flushed = self.writes + 1, False
+        self.writes, self.flushed, self.found = self.writes + 1, False, None
+
+    def find(self) -> str:
+        self.found = self._version()
+        return self.found
 
 
-class ExactColumn:
-    """Every entry: whether this step read rows of its own weights only. Asked when the result is read: weights that were written
-    after a step's launch may have reached it."""
+class WeightsColumn:
+    """Every entry: the weights' name if this step read rows of its own weights only, else None. Asked when the result is
+    read: weights that were written after a step's launch may have reached it."""
 
     def __init__(self, state: WeightsState) -> None:
         self._state, self._writes, self._flushed = state, state.writes, state.flushed
 
-    def __getitem__(self, i: int) -> bool:
-        return self._flushed and self._writes == self._state.writes
+    def __getitem__(self, i: int) -> str | None:
+        state = self._state
+        return (state.found or state.find()) if self._flushed and self._writes == state.writes else None
+
+
+class Uncut(list[Any]):
+    """A request's entries under a name of `customized_info`, all of which SGLang's cut to the output tokens keeps: for a request
+    without any."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self) if isinstance(index, slice) else super().__getitem__(index)
 
 
 def joined(left: RowSampling, right: RowSampling) -> RowSampling:

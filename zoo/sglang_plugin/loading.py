@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,25 +14,35 @@ LOAD_BYTES = 1 << 30  # published tensors on the device at once while a checkpoi
 
 
 @torch.no_grad()
-def load(zoo: ForServing, weights: Iterable[tuple[str, Tensor]], whole: bool) -> None:
+def load(zoo: ForServing, weights: Iterable[tuple[str, Tensor]], wrote: Callable[[set[str]], None]) -> None:
     """Published names, whole tensors, in place; what a family carries but never uses (vision, MTP) passes by.
 
-    A list that lies on the device is checked whole before its first write; a stream in pieces of LOAD_BYTES.
-    ValueError if `whole` and a tensor of the geometry is missing, and for a tensor that comes twice or in two layouts.
+    A list is checked whole before its first write; a stream in pieces of LOAD_BYTES, so `check` it first where that matters.
+    wrote  called after each piece with its names
+    ValueError in one sentence for an unknown name, one given twice, two layouts of a parameter, another shape or dtype, NaN or infinity.
     """
-    device, table = next(zoo.parameters()).device, zoo.table_of()
-    fp32 = {p.published for entry in table.entries if table.is_fp32(entry.ours) for layout in entry.layouts for p in layout}
-    names: set[str] = set()
-    places = Places(table)  # of the whole stream: `load_weights` sees one piece of it
-    for piece in _pieces((name, tensor) for name, tensor in weights if not table.is_carried(name)):
-        for name, _ in piece:
-            places.find(name)
-            names.add(name)
-        zoo.load_weights([(n, _widened(t.to(device)) if n in fp32 else t.to(device)) for n, t in piece])
-    absent = _absent(table, names) if whole else set()
-    if absent:
-        some = ", ".join(sorted(absent)[:4])
-        raise ValueError(f"the checkpoint lacks {len(absent)} tensors of this geometry: {some}")
+    pieces: Iterable[Callable[[], list[tuple[str, Tensor]]]] = _pieces(zoo, weights)
+    if isinstance(weights, list | tuple):
+        pieces = held = list(pieces)
+        for piece in held if len(held) > 1 else ():
+            zoo.check_weights(piece())
+    for piece in pieces:
+        moved = piece()
+        zoo.load_weights(moved)
+        wrote({name for name, _ in moved})
+
+
+@torch.no_grad()
+def check(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError where `load` would raise it; nothing is written."""
+    for piece in _pieces(zoo, weights):
+        zoo.check_weights(piece())
+
+
+def absent(table: WeightTable, names: set[str]) -> set[str]:
+    """What lacks of the layout that lacks the least, of every parameter."""
+    lacking = [[{p.published for p in layout} - names for layout in e.layouts] for e in table.entries if not e.optional_alias]
+    return {name for layouts in lacking for name in min(layouts, key=len)}
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -40,20 +50,34 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _absent(table: WeightTable, names: set[str]) -> set[str]:
-    """What lacks of the layout that lacks the least, of every parameter."""
-    lacking = [[{p.published for p in layout} - names for layout in e.layouts] for e in table.entries if not e.optional_alias]
-    return {name for layouts in lacking for name in min(layouts, key=len)}
+def _pieces(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Callable[[], list[tuple[str, Tensor]]]]:
+    """Pieces of at most LOAD_BYTES to come, each brought to the device when called; what is there already is one piece.
 
+    A tied parameter and its alias come last, together: one is compared with the other.
+    """
+    device, table = next(zoo.parameters()).device, zoo.table_of()
+    fp32 = {p.published for entry in table.entries if table.is_fp32(entry.ours) for layout in entry.layouts for p in layout}
+    tied = {entry.ours for entry in table.entries if entry.optional_alias}
+    together = {p.published for entry in table.entries if entry.ours in tied for layout in entry.layouts for p in layout}
 
-def _pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    def of(piece: list[tuple[str, Tensor]]) -> Callable[[], list[tuple[str, Tensor]]]:
+        return lambda: [(n, _widened(t.to(device)) if n in fp32 else t.to(device)) for n, t in piece]
+
+    places = Places(table)  # of the whole stream: `load_weights` sees one piece of it
+    last: list[tuple[str, Tensor]] = []
     piece: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
+        if table.is_carried(name):
+            continue
+        places.find(name)
+        if name in together:
+            last.append((name, tensor))
+            continue
         piece.append((name, tensor))
         size += 0 if tensor.is_cuda else tensor.nbytes
         if size >= LOAD_BYTES:
-            yield piece
+            yield of(piece)
             piece, size = [], 0
-    if piece:
-        yield piece
+    if piece or last:
+        yield of(piece + last)

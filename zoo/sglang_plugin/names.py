@@ -9,8 +9,10 @@ PROVEN = ("0.5.17",)
 SAMPLER = "zoo"
 # meta_info key of the log-probabilities after top-k, top-p and min-p too, one per output token
 FILTERED = "output_token_filtered_logprobs"
-# meta_info key, one bool per output token: every row that it stands on was written by the weights that drew it
-EXACT = "output_token_exact"
+# meta_info key, per output token the weights (first digits of the content hash) that drew it and wrote every row that it stands on;
+# None where there are none such. One entry for an answer without output tokens, whose prompt was scored
+WEIGHTS = "output_token_weights"
+WEIGHTS_DIGITS = 8
 # key of a captured draw on its way from the forward to the sampler; it never leaves the scheduler
 DRAWN = "drawn"
 # meta_info key of the weights of SGLang's `routed_experts`; the last entry has all of a request's

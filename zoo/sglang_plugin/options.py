@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 PAGES = ((128, 128), (256, 80))  # widest head, FlashAttention 4's key tile for it
 CHUNK_PROMPT = 512  # tokens of a prompt: a default chunk of SGLang's is so many of them, and keeps as many counted in whole pages
 REQUESTS = 64  # running at once where each needs a slot of state
+DUMMY = "dummy"  # --load-format of a server whose weights are pushed: it claims nothing before all of them were
 CHECKED = "_zoo_checked"  # left on the server's arguments by `around_resolution`; the scheduler asserts it
 
 
@@ -38,6 +39,11 @@ class Refusal:
 
 
 ONE_DEVICE = "the model runs on one device"
+WEIGHTS = "weights are served as the trainer holds them"
+LOADED = "weights are read as a checkpoint's files, or pushed"
+DUMPED = "it runs code inside the model's forward, which may move bytes that no fingerprint shows"
+ELSEWHERE = "history kept elsewhere is untested"
+CHECKED_REQUESTS = "requests must come through the process that checks them"
 BYTES = "history would be stored in other bytes than the trainer's"
 REFUSALS = (
     Refusal("device", ("cuda",), "the aligned kernels are CUDA's"),
@@ -45,16 +51,16 @@ REFUSALS = (
     Refusal("enable_dp_attention", (False,), ONE_DEVICE),
     Refusal("attn_dp_size", (1,), ONE_DEVICE),
     Refusal("dtype", ("auto", "bfloat16"), "the program has bfloat16 weights and activations"),
-    Refusal("quantization", (None,), "weights are served as the trainer holds them"),
-    Refusal("torchao_config", ("", None), "weights are served as the trainer holds them"),
+    Refusal("quantization", (None,), WEIGHTS),
+    Refusal("torchao_config", ("", None), WEIGHTS),
     Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16"), BYTES),
     Refusal("enable_page_major_kv_layout", (False,), "pages must lie in one piece per layer"),
     Refusal("enable_unified_memory", (False,), "pages must lie in one piece per layer"),
     Refusal("enable_hisparse", (False,), "attention reads the whole history"),
     Refusal("enable_hierarchical_cache", (False,), "history moved to the host and back is untested", inexact=True),
-    Refusal("enable_lmcache", (False,), "history kept elsewhere is untested", inexact=True),
-    Refusal("enable_flexkv", (False,), "history kept elsewhere is untested", inexact=True),
-    Refusal("enable_unified_cache_external_linker", (False,), "history kept elsewhere is untested", inexact=True),
+    Refusal("enable_lmcache", (False,), ELSEWHERE, inexact=True),
+    Refusal("enable_flexkv", (False,), ELSEWHERE, inexact=True),
+    Refusal("enable_unified_cache_external_linker", (False,), ELSEWHERE, inexact=True),
     Refusal("speculative_algorithm", (None,), "drafted tokens are verified by rows that the plugin does not build yet"),
     Refusal("dllm_algorithm", (None,), "only causal language models are served"),
     Refusal("is_embedding", (False,), "only causal language models are served"),
@@ -76,19 +82,45 @@ REFUSALS = (
     Refusal("enable_nvidia_megakernel", (False,), "the plugin's own model classes run"),
     Refusal("model_impl", ("auto", "sglang"), "the plugin's own model classes run"),
     Refusal("json_model_override_args", ("{}", "", None), "trainer and server read one config.json"),
+    Refusal("decrypted_config_file", (None,), "trainer and server read one config.json"),
     Refusal("enable_custom_logit_processor", (False,), "the trainer can't replay it"),
     Refusal("enable_watermark", (False,), "the trainer can't replay it"),
     Refusal("preferred_sampling_params", (None,), "each request must name its own program"),
     Refusal("enable_mis", (False,), "several items in one sequence are untested"),
     Refusal("enable_return_hidden_states", (False, None), "the plugin returns log-probabilities only"),
+    Refusal("return_hidden_states_mode", (None, "off", "none"), "the plugin returns log-probabilities only"),
     Refusal("enable_return_aux_hidden_states", (False,), "the plugin returns log-probabilities only"),
     Refusal("enable_return_indexer_topk", (False,), "these models have no indexer"),
     Refusal("prefill_only_disable_kv_cache", (False,), "attention reads the cache"),
     Refusal("elastic_ep_backend", (None,), ONE_DEVICE),
     Refusal("moe_a2a_backend", ("none", None), ONE_DEVICE),
     Refusal("enable_eplb", (False,), ONE_DEVICE),
-    Refusal("tokenizer_worker_num", (1,), "requests are checked in the main process"),
+    Refusal("tokenizer_worker_num", (1,), CHECKED_REQUESTS),
+    *(Refusal(name, (False,), CHECKED_REQUESTS) for name in ("grpc_mode", "smg_grpc_mode")),
+    Refusal("use_ray", (False,), "its schedulers do not load plugins"),
     Refusal("debug_cuda_graph", (False,), "decode is captured whole"),
+    Refusal("load_format", ("auto", "safetensors", DUMMY), LOADED),
+    Refusal("weight_cache_mode", ("off",), LOADED),
+    Refusal("custom_weight_loader", (None, []), "updates go through the model's checks"),
+    Refusal("enable_elastic_expert_backup", (False,), LOADED),
+    Refusal("remote_instance_weight_loader_start_seed_via_transfer_engine", (False,), LOADED),
+    *(Refusal(name, (None, ""), WEIGHTS) for name in ("modelopt_quant", "rl_quant_profile", "quantization_param_path")),
+    Refusal("quantize_and_serve", (False,), WEIGHTS),
+    Refusal("enable_fp32_lm_head", (False,), "the program alone names the head's arithmetic"),
+    Refusal("kt_weight_path", (None,), "the model runs on the GPU"),
+    Refusal("forward_hooks", (None, []), DUMPED),
+    *(Refusal(name, (None,), DUMPED) for name in ("debug_tensor_dump_output_folder", "debug_tensor_dump_input_file")),
+    Refusal("msprobe_dump_config", (None,), DUMPED),
+    Refusal("enable_layerwise_nvtx_marker", (False,), DUMPED),
+    Refusal("kv_canary", ("none",), DUMPED),
+    Refusal("radix_cache_backend", (None,), ELSEWHERE),
+    *(Refusal(name, (False,), "sessions are untested") for name in ("enable_session_radix_cache", "enable_streaming_session")),
+    Refusal("hicache_storage_backend", (None,), ELSEWHERE),
+    *(Refusal(name, (1,), ONE_DEVICE) for name in ("nnodes", "dwdp_size")),
+    *(Refusal(name, (False,), ONE_DEVICE) for name in ("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dp_lm_head")),
+    Refusal("ep_num_redundant_experts", (0,), ONE_DEVICE),
+    Refusal("init_expert_location", ("trivial", None), ONE_DEVICE),
+    Refusal("encoder_only", (False,), "only causal language models are served"),
 )
 
 
@@ -101,6 +133,9 @@ def around_resolution(original: Callable[[Any], None], args: Any) -> None:
         return original(args)
     if str(args.model_path).lower() in ("none", "dummy"):
         raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
+    from zoo.sglang_plugin.check import assert_hooked
+
+    assert_hooked()  # here for the process that takes requests, the scheduler does it for its own
     imply(args, read_config(args.model_path, args.revision))
     if args.chunked_prefill_size is None and not power_of_two(args.page_size):
         args.chunked_prefill_size = widened(default_chunk(original, args), args.page_size)
@@ -157,6 +192,8 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
     _check_chunks(args)
     if kind in HYBRID:
         _imply_slots(args)
+    elif args.model_config_parser not in ("auto", "hf"):
+        raise ValueError(f"--model-config-parser {args.model_config_parser} would show SGLang another model than {kind}, it must be auto")
     _imply(args, "grammar_backend", "none", backend)
     if not args.disable_cuda_graph and not args.disable_prefill_cuda_graph:
         _imply(args, "cuda_graph_backend_prefill", "disabled", backend)

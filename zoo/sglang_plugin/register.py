@@ -1,28 +1,33 @@
 """The entry point: choices, and hooks that return at once in a server with another backend.
 
-Each hook (SGLang's HookRegistry), why no registry does it, and who notices if it is not active, since SGLang only logs that:
+Each hook (SGLang's HookRegistry), and why no registry does it. SGLang only logs a hook that it could not apply, so the main process
+asserts before it resolves its options that every one is active, and the scheduler when its model is loaded. If SGLang does not call a
+hooked method at all, who notices is said here.
 
 - around ServerArgs.__post_init__ (resolve_once where SGLang has it): one option implies others before they are resolved. The scheduler
   asserts its mark.
 - around ModelRunner.initialize: backend, sampler and models enter their registries only where they are used. Without it
   `--attention-backend zoo` is unknown to the scheduler.
 - around PagedTokenToKVPoolAllocator.alloc_extend: SGLang's kernel takes pages of a power of two only; for others it is asked for
-  the same slots here. The scheduler asserts that it is wrapped.
-- around PagedTokenToKVPoolAllocator.alloc_decode: a decode step that starts no page needs none of SGLang's kernel. The scheduler
-  asserts that it is wrapped.
+  the same slots here.
+- around PagedTokenToKVPoolAllocator.alloc_decode: a decode step that starts no page needs none of SGLang's kernel.
 - after ModelRunner._decode_cuda_graph_runner_cls: graphs per bound on the length. The backend refuses to be captured otherwise.
 - after SamplingBatchInfo.from_schedule_batch: FP32 temperature and top_p are too coarse, seeds are dropped. The sampler refuses
   the batch.
-- after TokenizerManager._validate_one_request: a request is refused before it runs. The scheduler refuses it too.
+- after TokenizerManager._validate_one_request: a request is answered by 400 before it runs. Sampling parameters that came another way
+  would end the scheduler, so servers whose requests do are refused at start.
 - after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
 - around RoutedExpertsCapturer.create: SGLang's own keeps experts without their weights. The model refuses to hand it routing.
-- around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts. The scheduler
-  asserts that it is wrapped.
+- around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts.
+- around SchedulerBatchResultProcessor.process_batch_result_prefill: a request that was retracted before its prefill's result is read
+  keeps its first log-probability, and those behind it in the batch their own prompts'. The client's `record` refuses lists of other
+  lengths than the answer's.
 - after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
-  content hash is forgotten, and no cached row is of them. The fingerprint's route asserts that it is wrapped, and the next two.
+  content hash is forgotten, and no cached row is of them.
 - after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again,
   and decode graphs are given their rows' parameters anew.
-- before SchedulerWeightUpdaterManager.update_weights_from_tensor: it may write parameters without the model's load_weights.
+- around WeightUpdater.update_weights_from_tensor and update_weights_from_disk: a faulty update is answered, where SGLang would end
+  the scheduler or write a part; one that would not pass the model's checks is refused.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
 """
 
@@ -34,8 +39,9 @@ from typing import Any
 
 from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
-from zoo.sglang_plugin.options import around_resolution
+from zoo.sglang_plugin.options import DUMMY, around_resolution
 from zoo.sglang_plugin.parser import register_parser
+from zoo.sglang_plugin.results import around_prefill_result
 from zoo.sglang_plugin.slots import around_alloc_decode, around_alloc_extend
 
 logger = logging.getLogger(__name__)
@@ -46,7 +52,9 @@ KV_MEMORY = "kv_cache"
 WEIGHTS_MEMORY = "weights"
 PAGES = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
+UPDATE_FORMATS = (None, "flattened_bucket")  # of tensors: those that go through the model's load_weights
 
 
 def register() -> None:
@@ -74,9 +82,11 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
         ("state_capturer.routed_experts.RoutedExpertsCapturer.create", around_create, "AROUND"),
         (RESULTS + "._maybe_collect_routed_experts", around_collect, "AROUND"),
-        (UPDATER + ".release_memory_occupation", after_release, "AFTER"),
-        (UPDATER + ".resume_memory_occupation", after_resume, "AFTER"),
-        (UPDATER + ".update_weights_from_tensor", before_update, "BEFORE"),
+        (RESULTS + ".process_batch_result_prefill", around_prefill_result, "AROUND"),
+        (MEMORY + ".release_memory_occupation", after_release, "AFTER"),
+        (MEMORY + ".resume_memory_occupation", after_resume, "AFTER"),
+        (UPDATER + ".update_weights_from_tensor", around_update_from_tensor, "AROUND"),
+        (UPDATER + ".update_weights_from_disk", around_update_from_disk, "AROUND"),
         ("managers.scheduler.Scheduler.flush_cache", after_flush, "AFTER"),
     ]
 
@@ -98,14 +108,16 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     from zoo.common.fingerprint import products
     from zoo.sglang_plugin.check import assert_active
 
+    runner.model.start(dummy=args.load_format == DUMMY)
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
     runner.sampler.program, runner.sampler.weights = runner.model.zoo.program, runner.model.weights
     assert_active(runner)
-    printed = runner.model.fingerprint()
+    printed = runner.model.zoo.fingerprint()
+    weights = printed.weights if runner.model.complete else "are not there yet: push all of them"
     lines = ", ".join(f"{k}={v}" for k, v in printed.program.items())
-    logger.info("zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, printed.weights, lines)
+    logger.info("zoo: %s serves %s; weights %s; %s", args.attention_backend, type(runner.model.zoo).__name__, weights, lines)
     made = printed.realisation
     logger.info("zoo: %s", ", ".join(f"{k} by {v}" for k, v in products(made).items()))
     if PROGRAMS[args.attention_backend] == "aligned" and made["qualification"] != "qualified":
@@ -151,20 +163,23 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
     if manager.server_args.attention_backend in PROGRAMS:
         from zoo.sglang_plugin.requests import check_request
 
-        check_request(obj)
+        check_request(obj, input_ids, manager.model_config.vocab_size)
     return result
 
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS:
-        for name in ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor"):
-            if not hasattr(getattr(type(scheduler.weight_updater), name), "__wrapped__"):
-                raise RuntimeError(f"weights or pages may change unnoticed: the hook on {name} is not active")
+        from zoo.sglang_plugin.check import assert_unhooked
+
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         runner = scheduler.tp_worker.model_runner
         draws, prefills = runner.attn_backend.draws, runner.attn_backend.prefills
+        printed = None
+        if not released:
+            assert_unhooked(runner.model)  # SGLang has options that register some after the model was loaded
+            printed = runner.model.fingerprint()
         result.internal_state[STATE] = {
-            "fingerprint": None if released else runner.model.fingerprint().to_dict(),
+            "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
             "drawn_in_graphs": 0 if draws is None else draws.drawn,
         }
@@ -190,13 +205,53 @@ def after_resume(result: Any, updater: Any, recv_req: Any) -> Any:
     return result
 
 
-def before_update(updater: Any, recv_req: Any) -> None:
-    runner = updater.tp_worker.model_runner
-    if runner.server_args.attention_backend in PROGRAMS:
-        runner.model.overwrite()
+def around_update_from_tensor(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """(success, message). ValueErrors and what SGLang raises are answered; the model checks all tensors before it writes one."""
+    if not _of_zoo(updater):
+        return original(updater, named_tensors, load_format)
+    if load_format not in UPDATE_FORMATS:
+        return False, f"load_format {load_format!r} writes past the checks of the zoo's backend: leave it out, or send flattened buckets"
+    return _answered(lambda: original(updater, named_tensors, load_format))
+
+
+def around_update_from_disk(
+    original: Callable[..., Any],
+    updater: Any,
+    model_path: str,
+    load_format: str,
+    weight_name_filter: Callable[[str], bool] | None = None,
+    recapture_cuda_graph: bool = False,
+) -> Any:
+    """(success, message). The files are read twice: once to check every tensor, and only then into the parameters."""
+    if not _of_zoo(updater):
+        return original(updater, model_path, load_format, weight_name_filter, recapture_cuda_graph)
+    model, before = updater.get_model(), updater.model_config.model_path
+    model.checking = True
+    try:
+        found = _answered(lambda: original(updater, model_path, load_format, weight_name_filter, False))
+    finally:
+        model.checking = False
+    if found[0]:
+        found = _answered(lambda: original(updater, model_path, load_format, weight_name_filter, recapture_cuda_graph))
+    if not found[0]:
+        updater.model_config.model_path = before
+    return found
+
+
+def _of_zoo(updater: Any) -> bool:
+    return updater.get_model_runner().server_args.attention_backend in PROGRAMS
+
+
+def _answered(update: Callable[[], Any]) -> Any:
+    """What an update answers; what it raises becomes an answer too, since SGLang's scheduler would end."""
+    try:
+        return update()
+    except Exception as error:
+        return False, f"the weights were not updated: {error or type(error).__name__}"
 
 
 def after_flush(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS and result:
-        scheduler.tp_worker.model_runner.model.weights.flushed = True
+        model = scheduler.tp_worker.model_runner.model
+        model.weights.flushed = model.complete
     return result

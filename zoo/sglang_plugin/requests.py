@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from zoo.common.sampling import SamplingParams
@@ -65,10 +66,17 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
     )
 
 
-def check_request(request: Any) -> None:
-    """ValueError, one sentence, for a request (one item of SGLang's GenerateReqInput) that is not served exactly."""
+def check_request(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
+    """ValueError, one sentence, for a request (one item of SGLang's GenerateReqInput) that is not served exactly, or would end the
+    scheduler: token ids, or a number of top log-probabilities, outside the vocabulary."""
     for name in UNSERVED:
         value = getattr(request, name, None)
         if value is not None and value is not False and value != []:
             raise ValueError(f"{name} is not served by the zoo's backend")
     sampling_params(request.sampling_params or {}, str(request.rid))
+    if input_ids is not None and len(input_ids) and not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
+        odd = next(token for token in input_ids if not 0 <= token < vocabulary)
+        raise ValueError(f"token id {odd} of the prompt is outside the vocabulary of {vocabulary}")
+    most = getattr(request, "top_logprobs_num", None) or 0
+    if most > vocabulary:
+        raise ValueError(f"top_logprobs_num {most} is more than the vocabulary of {vocabulary}")

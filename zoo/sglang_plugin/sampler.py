@@ -14,9 +14,9 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.program import Program
 from zoo.common.sampling import RowSampling
-from zoo.sglang_plugin.columns import ExactColumn, HostColumn, SharedColumn, WeightsState, joined, on_device
+from zoo.sglang_plugin.columns import HostColumn, SharedColumn, WeightsColumn, WeightsState, joined, on_device
 from zoo.sglang_plugin.draws import taken
-from zoo.sglang_plugin.names import DRAWN, EXACT, FILTERED
+from zoo.sglang_plugin.names import DRAWN, FILTERED, WEIGHTS
 from zoo.sglang_plugin.requests import sampling_params
 
 
@@ -88,15 +88,36 @@ class RowSampler(stock.Sampler):
         # always, since a request's list must have one entry for each of its tokens; anew, since a graph's is one over all replays
         logits_output.customized_info = {
             FILTERED: SharedColumn(logits_output) if shared else HostColumn(drawn.filtered_log_prob_R),
-            EXACT: ExactColumn(self.weights),
+            WEIGHTS: WeightsColumn(self.weights),
         }
         if return_logprob:
             logits_output.next_token_logprobs = drawn.log_prob_R
-            if any(n > 0 for n in top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
-                scaled_RV = logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
-                lse_R = ops.log_prob_of_logits(scaled_RV, drawn.token_R, program=self.program).lse_R
-                every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
-                more = self.output_logprob_processor.compute_logprobs(every_RV, top_logprobs_nums, token_ids_logprobs, drawn.token_R)
-                more.token_logprobs = None
-                more.write_output_to(logits_output)
+            self._return_others(logits_output, rows, drawn.token_R, top_logprobs_nums, token_ids_logprobs)
         return drawn.token_R
+
+    def compute_logprobs_only(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+    ) -> None:
+        """What SGLang asks for instead of a draw, where a batch's requests all have max_new_tokens 0."""
+        assert isinstance(sampling_info, RowsBatchInfo) and sampling_info.rows is not None
+        logits_RV = logits_output.next_token_logits
+        none_R = torch.zeros(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+        self._return_others(logits_output, sampling_info.rows, none_R, top_logprobs_nums, token_ids_logprobs)
+
+    def _return_others(
+        self, output: LogitsProcessorOutput, rows: RowSampling, token_R: Tensor, tops: list[int], wanted: list[list[int]]
+    ) -> None:
+        """Log-probabilities, after the temperature, of the likeliest tokens or of those named, where a request asks."""
+        if not any(n > 0 for n in tops) and all(ids is None for ids in wanted):
+            return
+        logits_RV = output.next_token_logits
+        scaled_RV = logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
+        lse_R = ops.log_prob_of_logits(scaled_RV, token_R, program=self.program).lse_R
+        every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
+        more = self.output_logprob_processor.compute_logprobs(every_RV, tops, wanted, token_R)
+        more.token_logprobs = None
+        more.write_output_to(output)

@@ -22,10 +22,10 @@ from zoo.common.registry import model_class
 from zoo.common.serving import PREFILL_ROWS, ForServing
 from zoo.sglang_plugin.backend import PagedBackend
 from zoo.sglang_plugin.capturer import capturer
-from zoo.sglang_plugin.columns import WeightsState
-from zoo.sglang_plugin.loading import load
+from zoo.sglang_plugin.columns import WeightsColumn, WeightsState
+from zoo.sglang_plugin.loading import absent, check, load
 from zoo.sglang_plugin.memory import KeyValuePool, Step
-from zoo.sglang_plugin.names import DRAWN, PROGRAMS
+from zoo.sglang_plugin.names import DRAWN, PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.scores import prompt_scores
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,10 @@ class Served(nn.Module):
         # memory handed back and resumed restores buffers, and nothing else that weights don't
         for i, module in enumerate(m for m in self.zoo.modules() if isinstance(m, RotaryTable)):
             self.register_buffer(f"rotary_{i}", module.table_PC2, persistent=False)
-        self._loaded = False
-        self.weights = WeightsState()
+        self._arrived: set[str] = set()  # published names, until all have been written once
+        self.complete = False
+        self.checking = False
+        self.weights = WeightsState(lambda: self.zoo.weights_version[:WEIGHTS_DIGITS])
         self._checked = False
         self._returns_routing = bool(args.enable_return_routed_experts)
 
@@ -82,6 +84,8 @@ class Served(nn.Module):
             hidden_RD = self.hidden_rows(input_ids, step, backend)
         last_N = step.rows.starts_N1[1:].long() - 1
         output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(hidden_RD.index_select(0, last_N)))
+        if forward_batch.is_prefill_only:  # no sampler comes after it
+            output.customized_info = {WEIGHTS: WeightsColumn(self.weights)}
         if forward_batch.return_logprob:
             b = forward_batch
             scores = prompt_scores(
@@ -111,24 +115,47 @@ class Served(nn.Module):
         if not isinstance(backend, PagedBackend):
             raise RuntimeError(f"the zoo's model runs over {type(backend).__name__}, not over its own backend")
         assert_active(backend.runner)
-        if not self._loaded:
-            logger.warning("the zoo's weights were not loaded from a checkpoint (dummy or shared memory)")
         self._checked = True
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Published names, whole tensors, in place. The first call must bring all tensors of the geometry; later ones any part."""
-        if self._loaded:
-            self.overwrite()
-        load(self.zoo, weights, whole=not self._loaded)
-        self._loaded = True
+        """Published names, whole tensors, in place: any part of them. A list is checked whole before its first write.
+
+        ValueError in one sentence. While `checking`, the same without a write.
+        """
+        if self.checking:
+            check(self.zoo, weights)
+            return
+        before = self.weights.writes
+        try:
+            load(self.zoo, weights, self._wrote)
+        except Exception as error:
+            if self.weights.writes == before:
+                raise
+            self._arrived, self.complete = set(), False
+            raise RuntimeError(f"a part of the weights was written, push all of them again: {error}") from error
+
+    def start(self, dummy: bool) -> None:
+        """SGLang's loader is done: nothing is cached of other weights. ValueError if it had a checkpoint, and tensors are missing."""
+        lacking = absent(self.zoo.table_of(), self._arrived) if not self.complete else ()
+        if lacking and not dummy:
+            some = ", ".join(sorted(lacking)[:4])
+            raise ValueError(f"the checkpoint lacks {len(lacking)} tensors of this geometry: {some}")
+        self.weights.flushed = self.complete
 
     def overwrite(self) -> None:
-        """Parameters are going to be written: what the cache and running requests hold, if there are any, is of other weights."""
+        """Parameters were or will be written: what the cache and running requests hold, if there are any, is of other weights."""
         self.zoo.weights_changed()
         self.weights.written()
 
-    def fingerprint(self) -> Fingerprint:
-        return self.zoo.fingerprint()
+    def _wrote(self, names: set[str]) -> None:
+        self.overwrite()
+        if not self.complete:
+            self._arrived |= names
+            self.complete = not absent(self.zoo.table_of(), self._arrived)
+
+    def fingerprint(self) -> Fingerprint | None:
+        """None while tensors have never been written, in a server that was started without a checkpoint's weights."""
+        return self.zoo.fingerprint() if self.complete else None
 
 
 class _CaptureRouting:
