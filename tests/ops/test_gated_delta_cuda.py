@@ -136,15 +136,26 @@ def test_graph_replay_equals_eager(batch: int) -> None:
             assert_same_bytes(graphed.written(slot, at[n] + 1), eager.written(slot, at[n] + 1), f"caches, step {step}")
 
 
-def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("scan", [shape for _, *shape in kernels.SCAN_SHAPES])
+def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, scan: list[int], columns: int) -> None:
+    """Packed, and pushed in two pieces that a chunk goes over."""
     args = made([200])
-    before = gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
+
+    def run() -> Any:
+        memory, slots = memory_for(args, 2), torch.tensor([1], device="cuda")
+        out = [gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())]
+        for begin, end in ((0, 70), (70, 200)):
+            index, rows = torch.arange(begin, end, device="cuda"), Rows.pushed([end - begin], [begin], "cuda")
+            out.append((gated_delta(*rows_at(args, index), memory.view(slots)[0].state, rows, program=program()),))
+        return [*(t for found in out for t in found), memory.written(1, 200)]
+
+    before = run()
     monkeypatch.setattr(kernels, "FOLD_HEADS", 4)
-    monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", 128)
-    many = {**args, **{n: torch.cat([args[n]] * 12) for n in OPERANDS}, "lengths": [200] * 12}  # wider blocks in the scan
-    after = gated_delta_states(*(many[n] for n in OPERANDS), None, packed_rows(many), program=program())
-    assert_same_bytes(after[0][200:400], before[0])
-    assert_same_bytes(after[1][11:], before[1])
+    monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", columns)
+    monkeypatch.setattr(kernels, "SCAN_SHAPES", ((1 << 62, *scan),))
+    for after, wanted in zip(run(), before, strict=True):
+        assert_same_bytes(after, wanted)
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((32, 4, 1, None), 2), ((64, 4, 2, None), 2), ((128, 8, 1, 128), 2), ((32, 4, 2, None), 16)])

@@ -86,6 +86,11 @@ class SamplingParams:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
+    def scales(self) -> bool:
+        """Whether the temperature changes a logit."""
+        return self.inverse_temperature != 1.0
+
+    @property
     def is_identity(self) -> bool:
         """Whether the reported log-probabilities are the model's own: greedy, or temperature 1 without filters."""
         return self.is_greedy or (self.temperature == 1.0 and not self.filters)
@@ -127,7 +132,7 @@ class RowSampling:
     position_R             int64, index in its sequence of the token to be drawn (the row's own position plus one)
     greedy_R               bool
     scales, filters        host bounds: False promises that no row has a temperature other than 1, or a filter. They choose which
-                           kernels are launched, never a byte; a captured graph has both True
+                           kernels are launched, never a byte; a captured graph's hold for every batch that it will serve
     """
 
     inverse_temperature_R: Tensor
@@ -153,16 +158,15 @@ class RowSampling:
         def column(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device)
 
-        inverse = [p.inverse_temperature for p in params]
         return cls(
-            column(inverse, torch.float32),
+            column([p.inverse_temperature for p in params], torch.float32),
             column([p.top_k if p.filters and p.top_k > 0 else NO_CUT for p in params], torch.int64),
             column([p.mass_limit for p in params], torch.int64),
             column([p.min_p if p.filters else 0.0 for p in params], torch.float32),
             column([p.seed - (1 << 64) if p.seed >= 1 << 63 else p.seed for p in params], torch.int64),
             torch.as_tensor(positions_R, dtype=torch.int64).to(device),
             column([p.is_greedy for p in params], torch.bool),
-            scales=any(value != 1.0 for value in inverse),
+            scales=any(p.scales for p in params),
             filters=any(p.filters for p in params),
         )
 

@@ -40,7 +40,7 @@ class HostColumn:
 
 
 class SharedColumn:
-    """Entry i of an output's `next_token_logprobs`, which SGLang itself brings to the host before it reads a result: no copy of its own.
+    """Entry i of an output's `next_token_logprobs`, which SGLang itself brings to the host: under overlap scheduling no copy of its own.
 
     A list after a prefill, a tensor after a decode step. The output holds this column: a reference that counts would be a cycle, and
     keep the output's logits until the garbage collector comes.

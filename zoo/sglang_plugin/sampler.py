@@ -47,7 +47,7 @@ def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device
     rows = RowSampling.of(params, [0] * len(params), "cpu")
     moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
     fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
-    bounds = [(p.inverse_temperature != 1.0, p.filters) for p in params]
+    bounds = [(p.scales, p.filters) for p in params]
     return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters), bounds=bounds)
 
 
