@@ -578,7 +578,7 @@ def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(model, "make_memory", full)
-    with pytest.raises(ValueError, match=f"one request of one page does not fit where there is room for {both:,} bytes"):
+    with pytest.raises(ValueError, match=f"one request of one page does not fit, there is room for {both:,} bytes"):
         Engine(model)
 
 

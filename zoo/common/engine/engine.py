@@ -426,7 +426,7 @@ class Engine:
         try:
             probe = self.model.make_memory(2, page_size, 1)
         except torch.OutOfMemoryError as full:
-            raise ValueError(f"the memory of one request of one page does not fit where there is room for {room:,} bytes") from full
+            raise ValueError(f"the memory of one request of one page does not fit, there is room for {room:,} bytes") from full
         least, longest = probe.nbytes, probe.pages_for(self.model.config.positions)
         del probe
         if least > room:
