@@ -6,12 +6,16 @@ projection leaves them.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.common import ops
+from zoo.common.delta_memory import ConvCarry
 from zoo.common.ops.causal_conv import kernels as conv
 from zoo.common.ops.causal_conv import reference as conv_reference
 from zoo.common.ops.delta_gate import kernels as delta_gate
@@ -22,6 +26,7 @@ from zoo.common.ops.l2_norm import kernels as l2_norm
 from zoo.common.ops.l2_norm import reference as l2_norm_reference
 from zoo.common.ops.output_gate import kernels as output_gate
 from zoo.common.ops.output_gate import reference as output_gate_reference
+from zoo.common.program import resolve
 from zoo.common.rows import Rows
 
 pytestmark = [
@@ -57,8 +62,9 @@ def test_causal_conv(carried: str, channels: int) -> None:
     close(got, conv_reference.causal_conv(x, weight, carry, slots_N, rows))
     with pytest.raises(AssertionError):  # the control: taps newest first
         close(got, conv_reference.causal_conv(x, weight.flip(1), carry, slots_N, rows))
+    if carried == "by sequence":
+        assert same(got, conv.causal_conv(x, weight, torch.cat([carry, carry], 2)[:, :, :channels], None, rows))  # strided
     if carry is not None:
-        assert same(got, conv.causal_conv(x, weight, torch.cat([carry, carry], 2)[:, :, :channels], slots_N, rows))  # strided
         with pytest.raises(AssertionError):  # the control: another sequence's rows before the push
             close(got, conv_reference.causal_conv(x, weight, carry.roll(1, 0), slots_N, rows))
 
@@ -101,6 +107,23 @@ def test_carries_advance() -> None:
     assert same(got, wanted)
     assert same(got[[0, 5]], before[[0, 5]])
     assert not any(same(got[s], before[s]) for s in slots.tolist())
+
+
+def test_a_strided_pool_is_refused_before_it_advances() -> None:
+    """Its rows would be written to other slots and columns."""
+    rows, slots = Rows.pushed([2, 3], [9, 5], "cpu"), torch.tensor([1, 2])
+    x, weight, wide = torch.randn(rows.count, 8), torch.randn(8, 4), torch.randn(3, 3, 16)
+    program = resolve("aligned", "cuda", torch.bfloat16)
+    before, dense, wanted = wide.clone(), wide[:, :, :8].clone(), wide[:, :, :8].clone()
+    message = re.escape("a pool of carried rows must be contiguous, of strides (24, 8, 1), not (48, 16, 1)")
+    with pytest.raises(ValueError, match=message):
+        ops.causal_conv(x, weight, ConvCarry(wide[:, :, :8], slots), rows, program=program)
+    assert same(wide, before)
+    ops.causal_conv(x, weight, ConvCarry(dense, slots), rows, program=program)
+    conv_reference.advance(x, wanted, slots, rows)
+    assert same(dense, wanted)
+    conv.advance(x, wide[:, :, :8], slots, rows)  # the control: what is refused
+    assert not same(wide[:, :, :8], wanted) and not same(wide[:, :, 8:], before[:, :, 8:])
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 16), (9, 128), (5, 100)])

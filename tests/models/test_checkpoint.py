@@ -20,7 +20,7 @@ from weights_tools.compare import differences
 from weights_tools.convert import convert
 from weights_tools.make_tiny import ARCHS, make_tiny
 from zoo.common import checkpoint as files
-from zoo.common.checkpoint import Checkpoint, Entry, Piece, WeightTable
+from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.hashing import checksums, key64, normal_
 from zoo.common.pretrained import Pretrained, draw_piece
@@ -434,6 +434,19 @@ def toy_table(_: ToyConfig) -> WeightTable:
         carried=(r"visual\..*",),
         fp32=("decay",),
     )
+
+
+def test_known_names_are_made_once_and_places_are_asked_anew() -> None:
+    table = toy_table(ToyConfig())
+    known = table.known
+    assert set(known) == {*(f"experts.{e}.w" for e in range(4)), "experts.w", "A_log"}
+    first, second = Places(table), Places(table)
+    assert first.find("experts.0.w") and second.find("experts.w") and first.find("A_log") and second.find("A_log")
+    with pytest.raises(ValueError, match="A_log is given twice"):
+        first.find("A_log")
+    with pytest.raises(ValueError, match="experts.0.w and experts.w are two layouts"):
+        first.find("experts.w")
+    assert table.known is known and toy_table(ToyConfig()) == table and hash(toy_table(ToyConfig())) == hash(table)
 
 
 class Toy(Pretrained):

@@ -549,6 +549,39 @@ def test_pages_that_fit_leave_room_for_slots(monkeypatch: pytest.MonkeyPatch) ->
         Engine(model)
 
 
+def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second slot is allocated where it can't be had, and nothing more at all after a least memory that is too large."""
+    model = twins("dense")[1]
+    make, made = model.make_memory, list[tuple[int, int | None, int]]()
+
+    def noted(pages: int, page_size: int | None = None, slots: int = 1) -> HybridMemory:
+        made.append((pages, page_size, slots))
+        return make(pages, page_size, slots)
+
+    least, page = make(2, None, 1).nbytes, make(3, None, 1).nbytes - make(2, None, 1).nbytes
+    both = 2 * (least - page)  # from here on half of what is left may be a second slot
+    monkeypatch.setattr(model, "make_memory", noted)
+    tried = {least - 1: [(2, 1)], least: [(2, 1), (3, 1)], both - 1: [(2, 1), (3, 1)], both: [(2, 1), (3, 1), (2, 2)]}
+    for room, sizes in tried.items():
+        made.clear()
+        monkeypatch.setattr(engine_module, "CPU_BYTES", room)
+        if room < least:
+            with pytest.raises(ValueError, match="one request of one page takes"):
+                Engine(model)
+        else:
+            memory = Engine(model).scheduler.memory
+            made.pop()  # the engine's own
+            assert memory.slots == 1 and memory.nbytes <= room < memory.nbytes + page
+        assert [(pages, slots) for pages, _, slots in made] == sizes
+
+    def full(*_: Any) -> HybridMemory:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model, "make_memory", full)
+    with pytest.raises(ValueError, match=f"one request of one page does not fit, there is room for {both:,} bytes"):
+        Engine(model)
+
+
 def test_generate_asks_for_as_many_slots_as_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of a published size, which 64 slots would not leave a page of the default memory."""
     config = replace(published("4b"), layers=8, full=SIZES["4b"].full[:8], vocabulary=512, eos=tuple(range(512)))

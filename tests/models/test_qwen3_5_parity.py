@@ -515,6 +515,14 @@ def test_a_changed_config_is_written_as_it_is(tmp_path: Path) -> None:
         assert any("language_model" in n for n in tensors_of(tmp_path / name)) == config.wrapped == (name not in ("fewer", "alone"))
 
 
+def test_a_config_is_not_changed_through_what_it_wrote() -> None:
+    read = Qwen35Config.from_hf({"model_type": "qwen3_5", "vision_config": {"depth": 2}, "text_config": SIZES["tiny"].to_hf()})
+    wanted, written = read.to_hf(), read.to_hf()
+    written["text_config"]["hidden_size"] = 64
+    written["vision_config"]["depth"] = 3
+    assert written != wanted and read.to_hf() == wanted
+
+
 def test_configs_come_back() -> None:
     for config in (*SIZES.values(), *MOE_SIZES.values()):
         assert Qwen35Config.from_hf(config.to_hf()) == config

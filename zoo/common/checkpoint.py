@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ class WeightTable:
     def is_fp32(self, ours: str) -> bool:
         return any(re.fullmatch(pattern, ours) for pattern in self.fp32)
 
+    @cached_property
+    def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:
+        """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
+        return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}
+
     def pieces(self) -> Iterator[tuple[Entry, Piece]]:
         """The default layout of every parameter, aliases left out."""
         return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
@@ -133,7 +139,7 @@ class Places:
     """
 
     def __init__(self, table: WeightTable) -> None:
-        self._known = {p.published: (entry, layout, p) for entry in table.entries for layout in entry.layouts for p in layout}
+        self._known = table.known
         self._seen: set[str] = set()
         self._chosen: dict[str, tuple[tuple[Piece, ...], str]] = {}
 

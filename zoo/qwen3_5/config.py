@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
 
 CONV_WIDTH = 4
-# of a published vision-language config: read by nobody here, written back as they were
+# fields around a published vision-language config's text part: model_type, text_config and tie_word_embeddings are read, the
+# others by nobody here; all are written back as they were
 WRAPPER = frozenset({
     "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
@@ -146,7 +148,7 @@ class Qwen35Config:
     def to_hf(self) -> dict[str, Any]:
         """The published fields of this geometry: as read if they still say the same, else those of the text model."""
         if self.published and type(self).from_hf(self.published) == self:
-            return dict(self.published)
+            return deepcopy(self.published)
         fields: dict[str, Any] = {
             "architectures": ["Qwen3_5MoeForCausalLM" if self.experts else "Qwen3_5ForCausalLM"],
             "model_type": f"{self.model_type}_text",

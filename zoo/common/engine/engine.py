@@ -97,7 +97,7 @@ class Engine:
             raise ValueError(f"graphs=True needs a CUDA device, the model is on {self.device}")
         self.stats = Stats()
         self._page_size = page_size
-        self._pages, slots = (pages, max_batch) if pages is not None else self._fitting(page_size, max_batch)
+        self._pages, slots = (pages, max_batch) if pages is not None else self._default_sizes(page_size, max_batch)
         memory = model.make_memory(self._pages, page_size, slots)
         if snapshot_stride % memory.grain:
             raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
@@ -414,21 +414,29 @@ class Engine:
         kinds, stored = {name: p.dtype for name, p in self.model.named_parameters()}, source.tensors
         return [(name, stored[name].read().to(kinds[entry.ours])) for name, (entry, _) in match.places.items()]
 
-    def _fitting(self, page_size: int | None, max_batch: int) -> tuple[int, int]:
-        """Pages, and how many of `max_batch` requests may hold memory, by default. Sizes are taken from memories of a slot or two."""
+    def _default_sizes(self, page_size: int | None, max_batch: int) -> tuple[int, int]:
+        """Pages, and how many of `max_batch` requests may hold memory, by default.
+
+        Sizes are taken from memories of a page or a slot more than the least, which is held against the room first.
+        """
         room = CPU_BYTES
         if self.device.type == "cuda":
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             room = (torch.cuda.mem_get_info(self.device)[0] + cached) * PERCENT // 100
-        probe = self.model.make_memory(2, page_size, 1)
+        try:
+            probe = self.model.make_memory(2, page_size, 1)
+        except torch.OutOfMemoryError as full:
+            raise ValueError(f"the memory of one request of one page does not fit, there is room for {room:,} bytes") from full
         least, longest = probe.nbytes, probe.pages_for(self.model.config.positions)
         del probe
-        page, slot = (self.model.make_memory(*sizes).nbytes - least for sizes in ((3, page_size, 1), (2, page_size, 2)))
         if least > room:
             raise ValueError(f"the memory of one request of one page takes {least:,} bytes, there is room for {room:,}")
-        reserved = least - 2 * page - slot  # slot 0
-        batch = min(max_batch, 1 + (room - least) // 2 // slot) if slot else max_batch
-        return min(batch * longest + 1, (room - reserved - batch * slot) // page), batch
+        page = self.model.make_memory(3, page_size, 1).nbytes - least
+        batch, slot, beside = 1, 0, least - 2 * page  # slot 0 and the first request's, which takes no less
+        if room - least >= beside:  # else half of it is no second request's, and may not hold one to be measured
+            slot = self.model.make_memory(2, page_size, 2).nbytes - least
+            batch = min(max_batch, 1 + (room - least) // 2 // slot) if slot else max_batch
+        return min(batch * longest + 1, (room - beside - (batch - 1) * slot) // page), batch
 
 
 def _check_model(model: ForServing) -> None:

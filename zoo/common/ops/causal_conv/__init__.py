@@ -60,6 +60,9 @@ def _check(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, ro
             raise ValueError(f"causal_conv: slots {tuple(history.slot_N.shape)} for {sequences} sequences")
     if carry is not None and (carry.shape != needed or carry.dtype != x_RC.dtype):
         raise ValueError(f"causal_conv: carried rows {tuple(carry.shape)} of {carry.dtype}, the rows need {needed} of {x_RC.dtype}")
+    if isinstance(history, ConvCarry) and not history.rows_SWC.is_contiguous():  # it is written in place
+        strides, dense = history.rows_SWC.stride(), (CARRY * channels, channels, 1)
+        raise ValueError(f"causal_conv: a pool of carried rows must be contiguous, of strides {dense}, not {strides}")
 
 
 @observed(CONTRACT)
@@ -67,8 +70,8 @@ def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelt
     """silu(conv(x)). A `ConvCarry`'s slots advance in place.
 
     Gradients are for whole documents and for parts of them, then also of the rows that a `PackedDelta` carries in. ValueError,
-    naming both sides, if the weight is not [C, 4], x has not the rows' count, or what is carried is not three rows of C channels in
-    x's dtype for each sequence.
+    naming both sides, if the weight is not [C, 4], x has not the rows' count, what is carried is not three rows of C channels in
+    x's dtype for each sequence, or a `ConvCarry`'s pool is not contiguous.
     """
     _check(x_RC, weight_C4, history, rows)
     provider = CONTRACT.provider(program)

@@ -127,10 +127,12 @@ def _last(x_ptr, carry, start, local, x_stride, channels, column, mask):
 def causal_conv(x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, slots_N: Tensor | None, rows: Rows) -> Tensor:
     """carry [S, 3, C] by slot (by sequence where there are no slots), oldest first; None: zeros."""
     y = torch.empty(x_RC.shape, dtype=x_RC.dtype, device=x_RC.device)
+    if carry is not None and slots_N is None:
+        carry = carry.contiguous()  # handed on, often cut out of wider rows; a pool is contiguous, or `advance` would miss it
     if y.numel():
         (count, channels), (height, width) = x_RC.shape, SHAPES[rows.max_rows > 1]
         _causal_conv[(triton.cdiv(count, height), triton.cdiv(channels, width))](
-            x_RC, weight_C4, x_RC if carry is None else carry.contiguous(), rows.starts_N1 if slots_N is None else slots_N, rows.sequence_R,
+            x_RC, weight_C4, x_RC if carry is None else carry, rows.starts_N1 if slots_N is None else slots_N, rows.sequence_R,
             rows.starts_N1, y, count, x_RC.stride(0), channels, CARRY=carry is not None, SLOTS=slots_N is not None,
             ROWS=height, BLOCK=width, num_warps=4, **EXACT,
         )  # fmt: skip

@@ -24,7 +24,7 @@ OUTPUT_COLUMNS = 64  # of a chunk's outputs at once: 4 programs are resident. 32
 # a scan's launch for at most so many sequences x heads x columns: columns of a program, warps, stages (3: a chunk's operands arrive
 # during the one before, a program a multiprocessor; 2: two programs fit and overlap)
 SCAN_SHAPES = ((132 * 32, 32, 4, 3), (264 * 32, 32, 4, 2), (1 << 62, 64, 4, 2))
-INVERT_ROWS = 8  # of the inverse at once: 64 registers, so that 32 programs are resident
+INVERT_ROWS = 8  # of the inverse at once; even, as `_pair` loads aligned pairs, and divides 64. 64 registers: 32 programs fit
 WIDE_REGISTERS = 128  # of a thread of the kernels around it, so that 4 programs are resident; without a cache or in FP32 it would spill
 # a step's launch for at most so many sequences x heads: columns of a program, warps, stages (2: it copies its tiles
 # asynchronously: fast alone, but only two fit a multiprocessor), registers of a thread at most; the fastest of 11 on an H200
