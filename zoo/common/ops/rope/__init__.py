@@ -1,4 +1,4 @@
-"""rope: rotary positions, half-split, from a whole FP32 table made once on the CPU."""
+"""rope: rotary positions, half-split or of neighbouring pairs, from a whole FP32 table made once on the CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="rope",
-    version=1,
+    version=2,
     shapes="x_RHE, table_PC2 (FP32: cosine and sine of position times frequency, C = rotated width / 2), positions_R -> [R, H, E]; "
-    "columns beyond the rotated width pass through",
+    "column i turns with column i + C, or where neighbours are pairs column 2i with 2i + 1, which go to columns i and i + C; columns "
+    "beyond the rotated width pass through",
     rounds="once, from FP32, at the store",
     adds="a cos - b sin and b cos + a sin, each product rounded to FP32 before the sum (no contraction)",
     laws=("row", "place", "fusion", "repeat"),
@@ -23,7 +24,7 @@ CONTRACT = Contract(
     launch="the same everywhere; the table comes from the CPU, its hash is part of the fingerprint",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:rope", f"{__name__}.reference:rope", defining=True),
-        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:rope", f"{__name__}.kernels:rope", defining=True),
+        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:rope", f"{__name__}.kernels:rope", defining=True, version=2),
     ),
 )
 
@@ -35,23 +36,26 @@ def table_hash(table: Tensor) -> str:
 
 class _Rope(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, neighbours: bool, provider: Provider) -> Tensor:
         ctx.save_for_backward(table, positions)
-        ctx.provider = provider
-        return provider.function("forward")(x, table, positions, False)
+        ctx.neighbours, ctx.provider = neighbours, provider
+        return provider.function("forward")(x, table, positions, False, neighbours)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         table, positions = ctx.saved_tensors
-        return ctx.provider.function("backward")(grad, table, positions, True), None, None, None
+        return ctx.provider.function("backward")(grad, table, positions, True, ctx.neighbours), None, None, None, None
 
 
 @observed(CONTRACT)
-def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, *, program: Program) -> Tensor:
-    """Rotates the first 2C columns of each head. ValueError if the table is not FP32 or wider than a head."""
+def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, *, program: Program, neighbours: bool = False) -> Tensor:
+    """Rotates the first 2C columns of each head; of pairs of `neighbours` the first elements come first, as half-split has them.
+
+    ValueError if the table is not FP32 or wider than a head.
+    """
     if table_PC2.dtype != torch.float32:
         raise ValueError(f"rope: the table must stay float32, it is {table_PC2.dtype}")
     if 2 * table_PC2.shape[1] > x_RHE.shape[-1]:
         raise ValueError(f"rope: a table for {2 * table_PC2.shape[1]} columns, heads of {x_RHE.shape[-1]}")
-    return _Rope.run(x_RHE, table_PC2, positions_R, CONTRACT.provider(program))
+    return _Rope.run(x_RHE, table_PC2, positions_R, neighbours, CONTRACT.provider(program))

@@ -20,6 +20,7 @@ def _case(
     rotated: int,
     positions: int = 512,
     kind: str = "normal",
+    neighbours: bool = False,
     device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
@@ -31,7 +32,7 @@ def _case(
         }
 
     def call(t: Trial, args: Args) -> Any:
-        return t.op("rope")(args["x_RHE"], args["table_PC2"], args["positions_R"], program=t.program)
+        return t.op("rope")(args["x_RHE"], args["table_PC2"], args["positions_R"], program=t.program, neighbours=neighbours)
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:  # queries and keys in one call equal each head in its own
@@ -52,7 +53,11 @@ def cases(program: Program) -> list[Case]:
         _case("subnormal", 7, 2, 16, 16, kind="subnormal"),
         _case("partly rotated", 33, 2, 64, 16, kind="wide"),
         _case("heads of 128", 7, 8, 128, 128, 4096),
+        _case("neighbours", 33, 4, 8, 8, kind="wide", neighbours=True),
+        _case("neighbours, partly rotated", 65, 3, 16, 6, neighbours=True),
         _case("qwen3-8b queries", 257, 32, 128, 128, 40960, device_sized=True),
         _case("qwen3-8b keys", 4096, 8, 128, 128, 40960, device_sized=True),
         _case("qwen3-30b-a3b keys", 257, 4, 128, 128, 40960, device_sized=True),
+        _case("glm-5.2 queries", 257, 64, 64, 64, 40960, neighbours=True, device_sized=True),
+        _case("glm-5.2 index queries", 257, 32, 128, 64, 40960, neighbours=True, device_sized=True),
     ]
