@@ -1,0 +1,148 @@
+"""Memory of latent attention: one latent row a token and layer, and one index key where a layer chooses what it reads.
+
+Like `zoo.common.memory` it moves bytes and computes nothing. A layer without an index of its own reads the choice of the last layer
+below it that has one, so it holds no index keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zoo.common.memory import RESERVED_PAGE
+from zoo.common.rows import Rows
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """One row a token: [R, E] in row order, or [P, page, E] behind a page table [N, B] (int32)."""
+
+    rows: Tensor
+    page_table_NB: Tensor | None = None
+
+    def of(self, n: int, first: int, last: int, length: int) -> Tensor:
+        """[length, E] of sequence n, whose rows first .. last are being pushed."""
+        if self.page_table_NB is None:
+            return self.rows[first:last]
+        return self.rows[self.page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[:length]
+
+
+class LatentLayer(Protocol):
+    """One layer's latent rows and index keys."""
+
+    def append(self, latent_RC: Tensor, rows: Rows) -> TokenRows: ...
+
+    def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows: ...
+
+
+class PackedLatents:
+    """Training: the rows pushed are the whole history of their documents. Stateless, so recomputation changes nothing."""
+
+    def append(self, latent_RC: Tensor, rows: Rows) -> TokenRows:
+        return TokenRows(latent_RC)
+
+    def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows:
+        return TokenRows(key_RE)
+
+
+@dataclass
+class PagedLatents:
+    """One layer's pages, seen through the page table of the sequences now being pushed."""
+
+    latent_PSC: Tensor
+    index_PSE: Tensor | None
+    page_table_NB: Tensor
+
+    def append(self, latent_RC: Tensor, rows: Rows) -> TokenRows:
+        return self._write(latent_RC, self.latent_PSC, rows)
+
+    def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows:
+        assert self.index_PSE is not None, "a layer without an index has no index keys"
+        return self._write(key_RE, self.index_PSE, rows)
+
+    def _write(self, new_RE: Tensor, pages_PSE: Tensor, rows: Rows) -> TokenRows:
+        if pages_PSE.is_cuda:
+            from zoo.common.page_kernels import write_token_rows
+
+            if rows.count:
+                write_token_rows(new_RE, pages_PSE, self.page_table_NB, rows)
+        else:
+            page_size = pages_PSE.shape[1]
+            page_R = self.page_table_NB[rows.sequence_R, rows.positions_R // page_size].long()
+            pages_PSE.view(-1, pages_PSE.shape[2])[page_R * page_size + rows.positions_R % page_size] = new_RE
+        return TokenRows(pages_PSE, self.page_table_NB)
+
+
+class LatentMemory:
+    """Serving's memory: all layers' pages, latent_LPSC [layers, pages, page_size, C] and index_IPSE for the layers where `full`.
+
+    Page 0 is reserved for padding rows. No slots and no snapshots: a sequence may start after any cached full pages.
+    """
+
+    slots, grain, snapshots = 0, 1, 0
+
+    def __init__(
+        self,
+        full: Sequence[bool],
+        pages: int,
+        page_size: int,
+        latent_width: int,
+        index_width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if pages < 2:
+            raise ValueError(f"latent memory needs at least 2 pages (one is reserved for padding), got {pages}")
+        if page_size < 1:
+            raise ValueError(f"a page holds at least 1 token, not {page_size}")
+        self.full, self.pages, self.page_size = tuple(full), pages, page_size
+        self.latent_LPSC = torch.zeros(len(self.full), pages, page_size, latent_width, dtype=dtype, device=device)
+        self.index_IPSE = torch.zeros(sum(self.full), pages, page_size, index_width, dtype=dtype, device=device)
+
+    def view(self, page_table_NB: Tensor) -> list[PagedLatents]:
+        index = iter(self.index_IPSE)
+        return [
+            PagedLatents(latent, next(index) if full else None, page_table_NB)
+            for full, latent in zip(self.full, self.latent_LPSC, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return self.latent_LPSC.nbytes + self.index_IPSE.nbytes
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def columns(self, blocks: int) -> int:
+        return blocks
+
+    def table(self, pages: Sequence[Sequence[int]], slots: Sequence[int], blocks: int) -> Tensor:
+        padded = [[*held, *[RESERVED_PAGE] * (blocks - len(held))] for held in pages]
+        return torch.tensor(padded, dtype=torch.int32).view(len(pages), blocks).to(self.latent_LPSC.device, non_blocking=True)
+
+    def capacity(self, table_NB: Tensor) -> int:
+        return table_NB.shape[1] * self.page_size
+
+    def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> Any:
+        raise AssertionError("pages are all that there is")
+
+    def restore(self, slot: int, pages: Sequence[int], snapshot: Any) -> None:
+        raise AssertionError("pages are all that there is")
+
+    def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
+        """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.latent_LPSC.device)
+        self.latent_LPSC.index_fill_(1, index, 0)
+        self.index_IPSE.index_fill_(1, index, 0)
+
+    def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
+        """The cached bytes of one sequence, [layers, length, width] each, for the ladder's comparisons."""
+        index = torch.tensor(pages, device=self.latent_LPSC.device)
+        return {
+            name: t.index_select(1, index).flatten(1, 2)[:, :length]
+            for name, t in (("latent", self.latent_LPSC), ("index", self.index_IPSE))
+        }
