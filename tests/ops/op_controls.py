@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops.sample import sample, score_filtered
 from zoo.common.program import Program
@@ -88,9 +89,9 @@ def unrounded_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pr
     return normed.to(x.dtype), total.to(x.dtype)
 
 
-def relative_positions(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
+def relative_positions(x: Tensor, table: Tensor, positions: Tensor, **names: Any) -> Tensor:
     """Row: positions counted from the batch's first row."""
-    return ops.rope(x, table, (positions - positions[0]) % table.shape[0], program=program)
+    return ops.rope(x, table, (positions - positions[0]) % table.shape[0], **names)
 
 
 def unrounded_norm_rope(*, qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, **names: Any) -> Any:
@@ -109,11 +110,53 @@ def unviewed_norm_rope(*, qkv_RC: Tensor, **names: Any) -> Any:
     return ops.norm_rope(qkv_RC=qkv_RC.as_strided(qkv_RC.shape, qkv_RC.stride(), 0), **names)
 
 
-def contracted_rotation(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
+def contracted_rotation(x: Tensor, table: Tensor, positions: Tensor, **names: Any) -> Tensor:
     """Fusion: with several heads in the launch the compiler contracts a * cos - b * sin, so a product is not rounded."""
     if x.shape[1] == 1:
-        return ops.rope(x, table, positions, program=program)
-    return ops.rope(x.double(), table, positions, program=program).to(x.dtype)
+        return ops.rope(x, table, positions, **names)
+    return ops.rope(x.double(), table, positions, **names).to(x.dtype)
+
+
+def contiguous_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, program: Program) -> Tensor:
+    """Fusion: a kernel that takes rows to lie side by side, whatever the stride says."""
+    dense = torch.empty(x.shape, device="meta").stride()
+    return ops.layer_norm(x.as_strided(x.shape, dense), weight, bias, eps, program=program)
+
+
+def plain_head_linear(x: Tensor, weight: Tensor, *, program: Program) -> Tensor:
+    """Row and column: a batched matmul, whose order of additions depends on its shape."""
+    return torch.einsum("rhk,hnk->rhn", x.float(), weight.float()).to(x.dtype)
+
+
+def wide_head_linear(x: Tensor, weight: Tensor, *, program: Program) -> Tensor:
+    """Fusion: another accumulator than linear's."""
+    return torch.einsum("rhk,hnk->rhn", x.double(), weight.double()).to(x.dtype)
+
+
+def dead_latents(q: Tensor, latent: TokenRows, *args: Any, **names: Any) -> Tensor:
+    """Place: multiplies a dead page by zero, as a tile that runs over the end of a list does."""
+    out = ops.sparse_attention(q, latent, *args, **names)
+    return out + 0 * latent.rows.float().sum().to(out.dtype)
+
+
+def eight_bit_select(pool: bool) -> Callable[..., Tensor]:
+    """Row and split: queries in eight bits with one scale for the whole call; `pool`, place: index keys with one for all pages."""
+
+    def eight_bit(x: Tensor) -> Tensor:
+        scale = x.float().abs().max() / 448
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    def broken(q: Tensor, weights: Tensor, keys: TokenRows, *args: Any, **names: Any) -> Tensor:
+        if pool:
+            return ops.select(q, weights, replace(keys, rows=eight_bit(keys.rows)), *args, **names)
+        return ops.select(eight_bit(q), weights, keys, *args, **names)
+
+    return broken
+
+
+def jittered_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
+    """Repeat: scores that depend on the global random state, as an atomic sum does on its timing."""
+    return ops.select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
 
 
 def vectorised_silu(gate_up: Tensor, *, program: Program) -> Tensor:
@@ -302,6 +345,14 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("experts", "row"): [{"experts": plain_experts}, {"experts": batch_scaled(ops.experts)}],
     ("experts", "fusion"): [{"experts": unrounded_experts}],
     ("experts", "shard"): [{"experts": parts_by_local_experts}],
+    ("head_linear", "row"): [{"head_linear": plain_head_linear}, {"head_linear": batch_scaled(ops.head_linear)}],
+    ("head_linear", "column"): [{"head_linear": plain_head_linear}],
+    ("head_linear", "fusion"): [{"head_linear": wide_head_linear}],
+    ("layer_norm", "fusion"): [{"layer_norm": contiguous_layer_norm}],
+    ("select", "row"): [{"select": eight_bit_select(False)}],
+    ("select", "split"): [{"select": eight_bit_select(False)}],
+    ("select", "place"): [{"select": eight_bit_select(True)}],
+    ("sparse_attention", "place"): [{"sparse_attention": dead_latents}],
     ("linear", "row"): [{"linear": plain_linear}, {"linear": batch_scaled(ops.linear)}],
     ("linear", "column"): [{"linear": unpadded_columns}],
     ("log_prob", "row"): [{"log_prob": plain_log_prob}],
@@ -330,3 +381,4 @@ for _name, _op in MAIN.items():
     FAULTS.setdefault((_name, "place"), [{_name: from_storage_start(_op)}])
     for _law in ("row", "column", "split", "shard"):  # an op with nothing finer: a scale over the whole call
         FAULTS.setdefault((_name, _law), [{_name: batch_scaled(_op)}])
+FAULTS["select", "repeat"] = [{"select": jittered_select}]

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops import TokenScores
 from zoo.common.ops.attention import reference as attention_reference
+from zoo.common.ops.biased_route import Choice
+from zoo.common.ops.biased_route import reference as biased_route_reference
 from zoo.common.ops.combine import reference as combine_reference
 from zoo.common.ops.embed import reference as embed_reference
 from zoo.common.ops.experts import reference as experts_reference
+from zoo.common.ops.head_linear import reference as head_linear_reference
+from zoo.common.ops.layer_norm import reference as layer_norm_reference
 from zoo.common.ops.linear import reference as linear_reference
 from zoo.common.ops.log_prob import reference as log_prob_reference
 from zoo.common.ops.norm_rope import reference as norm_rope_reference
@@ -102,7 +107,10 @@ REFERENCES: dict[str, Op] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "norm_rope": _norm_rope,
-    "rope": lambda x, table, positions, *, program: rope_reference.rope(x, table, positions, False),
+    "rope": lambda x, table, positions, *, program, neighbours=False: rope_reference.rope(x, table, positions, False, neighbours),
+    "layer_norm": lambda x, weight, bias, eps, *, program: layer_norm_reference.layer_norm(x, weight, bias, eps),
+    "head_linear": lambda x, weight, *, program: head_linear_reference.head_linear(x, weight),
+    "biased_route": lambda logits, bias, choice, *, program: biased_route_reference.biased_route(logits, bias, choice),
     "swiglu": lambda gate_up, *, program: swiglu_reference.swiglu(gate_up),
     "attention": _attention,
     "route": lambda logits, top_k, renormalise, *, program: route_reference.route(logits, top_k, renormalise),
@@ -122,10 +130,12 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, **names: 
     return _norm(x + residual, weight, eps, **names), x + residual
 
 
-def _rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program) -> Tensor:
-    """A complex product, on pairs (i, i + C)."""
+def _rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program, neighbours: bool = False) -> Tensor:
+    """A complex product, on pairs (i, i + C) or (2i, 2i + 1)."""
     half = table.shape[1]
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.view_as_complex(table.double())[positions][:, None]
+    turning = x[..., : 2 * half].unflatten(-1, (half, 2) if neighbours else (2, half))
+    real, imaginary = turning.unbind(-1 if neighbours else -2)
+    turned = torch.complex(real, imaginary) * torch.view_as_complex(table.double())[positions][:, None]
     return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
 
 
@@ -154,6 +164,47 @@ def _top_k(logits: Tensor, top_k: int, renormalise: bool, *, program: Program) -
     return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), chosen
 
 
+def _biased_top_k(logits: Tensor, bias: Tensor, choice: Choice, *, program: Program) -> Any:
+    score = torch.sigmoid(logits)
+    biased = (score + bias).unflatten(1, (choice.groups, -1))
+    worth = biased.topk(2, -1).values.sum(-1) if choice.groups > 1 else biased.amax(-1)
+    opened = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, : choice.open_groups]
+    mask = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, opened, True)
+    chosen = torch.sort(biased.masked_fill(~mask[..., None], -torch.inf).flatten(1), dim=-1, descending=True, stable=True).indices
+    weights = score.gather(1, chosen[:, : choice.top_k])
+    total = weights.sum(-1, keepdim=True) + 1e-20 if choice.renormalise else 1.0
+    return weights / total * choice.scale, chosen[:, : choice.top_k]
+
+
+def _selected(q: Tensor, weights: Tensor, keys: TokenRows, rows: Rows, top_k: int, *, program: Program) -> Tensor:
+    """All scores at once; with one head and width the products are exact, and so are ties."""
+    starts, out = rows.starts_N1.tolist(), []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        dots = torch.einsum("rhe,te->rht", q[begin:end], keys.rows[begin:end])
+        scores = torch.einsum("rht,rh->rt", functional.relu(dots), weights[begin:end]) + 0.0
+        hidden = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        order = torch.sort(scores.masked_fill(hidden, -torch.inf), dim=-1, descending=True, stable=True).indices
+        order = functional.pad(order[:, :top_k], (0, max(top_k - (end - begin), 0)), value=end - begin)
+        order = torch.where(order > torch.arange(end - begin)[:, None], end - begin, order).sort(-1).values
+        out.append(torch.where(order == end - begin, -1, order).to(torch.int32))
+    return torch.cat(out)
+
+
+def _masked_attention(
+    q: Tensor, latent: TokenRows, positions: Tensor, rows: Rows, values: int, scale: float, *, program: Program
+) -> Tensor:
+    starts, out = rows.starts_N1.tolist(), []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        count = end - begin
+        places = positions[begin:end].long()
+        mask = torch.zeros(count, count + 1, dtype=torch.bool).scatter_(1, torch.where(places < 0, count, places), True)[:, :count]
+        mine = latent.rows[begin:end]
+        scores = torch.einsum("rhc,tc->rht", q[begin:end], mine) * scale
+        p = torch.softmax(scores.masked_fill(~mask[:, None], -torch.inf), -1)
+        out.append(torch.einsum("rht,tv->rhv", p, mine[:, :values]))
+    return torch.cat(out)
+
+
 def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
     """All experts on all rows, then the chosen ones."""
     gate, up = torch.einsum("rd,xfd->rxf", x, gate_up).chunk(2, -1)
@@ -180,6 +231,11 @@ TEXTBOOK: dict[str, Op] = {
     "add_rms_norm": _add_norm,
     "norm_rope": _norm_rotate,
     "rope": _rotate,
+    "layer_norm": lambda x, weight, bias, eps, *, program: functional.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    "head_linear": lambda x, weight, *, program: torch.einsum("rhk,hnk->rhn", x, weight),
+    "biased_route": _biased_top_k,
+    "select": _selected,
+    "sparse_attention": _masked_attention,
     "swiglu": lambda gate_up, *, program: functional.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
     "attention": _softmax_attention,
     "route": _top_k,

@@ -12,6 +12,7 @@ from op_formulas import TEXTBOOK
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops.cases import Case, cases_of, trial
 from zoo.common.program import resolve
@@ -53,6 +54,8 @@ def honest(case: Case) -> Callable[..., Any]:
     def wide(value: Any) -> Any:
         if isinstance(value, KeyValues):
             return replace(value, k=value.k.float(), v=value.v.float())
+        if isinstance(value, TokenRows):
+            return replace(value, rows=value.rows.float())
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def call(*args: Any, **names: Any) -> Any:
@@ -78,9 +81,9 @@ def test_an_honest_kernel_of_other_bytes_is_within(case: Case) -> None:
     assert not misses(case, ALIGNED, case.op, honest(case))
 
 
-@pytest.mark.parametrize("op", sorted(ops.CONTRACTS))
+@pytest.mark.parametrize("op", sorted(set(ops.CONTRACTS) - {"select"}))
 def test_two_percent_are_seen(op: str) -> None:
-    """The bound is no wider than that in any op."""
+    """The bound is no wider than that in any op; of select's integers every one must be right."""
     seen = 0
     for case in reached(op):
         if case.kind == "normal" and any(t.is_floating_point() and t.any() for _, t in tensors(trial(case, ALIGNED).call())):

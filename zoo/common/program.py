@@ -35,6 +35,11 @@ ALIGNED_CUDA = {
     "experts": "fixed_k",
     "combine": "contributor_tree",
     "gated_delta": "chunk_replay",
+    "layer_norm": "pair_tree",
+    "head_linear": "fixed_k",
+    "biased_route": "fp32",
+    "select": "pair_tree",
+    "sparse_attention": "list_tiles",
     "log_prob": "group_tree",
     "sample": "fixed_point",
 }
@@ -108,8 +113,8 @@ def parse_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device {device!r:.40} must be cpu, cuda or cuda:N") from error
 
 
-def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Program:
-    """The named program on a device. ValueError for a name, device or dtype that it does not have."""
+def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contributors: int = 8) -> Program:
+    """The named program on a device, with an architecture's contributors. ValueError for a name, device or dtype that it does not have."""
     kind = parse_device(device).type
     if name not in NAMES:
         raise ValueError(f"unknown program {name!r}; there are {', '.join(NAMES)}")
@@ -119,7 +124,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Progra
     if name == "transformers":
         if text != "float32" or kind != "cpu":
             raise ValueError(f"program 'transformers' is float32 on cpu, not {dtype} on {kind}")
-        return Program(name, kind, text)
+        return Program(name, kind, text, contributors=contributors)
     if text != "bfloat16":
         raise ValueError(
             f"program {name!r} has bfloat16 weights and activations, not {dtype}; "
@@ -127,7 +132,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype) -> Progra
         )
     if name == "unaligned" and kind != "cuda":
         raise ValueError("program 'unaligned' is the rival of benchmarks and runs on cuda only")
-    return Program(name, kind, text, key_segments=KEY_SEGMENTS[kind] if name == "aligned" else ())
+    return Program(name, kind, text, key_segments=KEY_SEGMENTS[kind] if name == "aligned" else (), contributors=contributors)
 
 
 def narrow_parts(outputs: int, inputs: int) -> int:

@@ -1,6 +1,7 @@
 """The aligned ops: nothing outside this folder makes a number."""
 
 from zoo.common.ops.attention import attention
+from zoo.common.ops.biased_route import biased_route
 from zoo.common.ops.causal_conv import causal_conv
 from zoo.common.ops.combine import combine
 from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
@@ -9,7 +10,9 @@ from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
 from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
 from zoo.common.ops.gated_rms_norm import gated_rms_norm
+from zoo.common.ops.head_linear import head_linear
 from zoo.common.ops.l2_norm import l2_norm
+from zoo.common.ops.layer_norm import layer_norm
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
 from zoo.common.ops.log_prob.top import top_log_prob
@@ -20,6 +23,8 @@ from zoo.common.ops.rope import rope, table_hash
 from zoo.common.ops.rope.table import rope_table
 from zoo.common.ops.route import route
 from zoo.common.ops.sample import Drawn, sample, score_filtered, support
+from zoo.common.ops.select import select
+from zoo.common.ops.sparse_attention import sparse_attention
 from zoo.common.ops.swiglu import swiglu
 
 __all__ = [
@@ -30,6 +35,7 @@ __all__ = [
     "TokenScores",
     "add_rms_norm",
     "attention",
+    "biased_route",
     "causal_conv",
     "combine",
     "delta_gate",
@@ -38,7 +44,9 @@ __all__ = [
     "gated_delta",
     "gated_delta_states",
     "gated_rms_norm",
+    "head_linear",
     "l2_norm",
+    "layer_norm",
     "linear",
     "log_prob",
     "log_prob_of_logits",
@@ -51,6 +59,8 @@ __all__ = [
     "route",
     "sample",
     "score_filtered",
+    "select",
+    "sparse_attention",
     "support",
     "swiglu",
     "table_hash",

@@ -133,7 +133,8 @@ class Documents:
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
         rows = self.outputs(args, kept).to(args[self.names[0]].device)
-        filled = {n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in self.names}
+        spoilt = [n for n in self.names if args[n].is_floating_point()]
+        filled = {n: torch.full_like(args[n], value).index_copy_(0, rows, args[n].index_select(0, rows)) for n in spoilt}
         return {**args, **filled}
 
 

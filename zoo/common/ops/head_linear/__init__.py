@@ -1,0 +1,52 @@
+"""head_linear: every head's rows through a weight of its own, in linear's order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="head_linear",
+    version=1,
+    shapes="x_RHK, weight_HNK, both the program's dtype and any strides -> y_RHN in that dtype",
+    rounds="once, from FP32, at the store",
+    adds="as linear with one part, head by head: K ascending in one FP32 accumulator",
+    laws=("row", "column", "place", "shard", "fusion", "repeat"),
+    backward="linear's, head by head",
+    launch="one program a head and tile of rows and columns; a weight may be read transposed where it lies",
+    providers=(
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:head_linear", f"{__name__}.reference:head_linear_backward",
+            defining=True,
+        ),
+        Provider(
+            "triton", "fixed_k", "cuda", f"{__name__}.kernels:head_linear", f"{__name__}.kernels:head_linear_backward", defining=True,
+        ),
+    ),
+)  # fmt: skip
+
+
+class _HeadLinear(OpFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.provider = provider
+        return provider.function("forward")(x, weight)
+
+    @staticmethod
+    @closed_form
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors), None
+
+
+@observed(CONTRACT)
+def head_linear(x_RHK: Tensor, weight_HNK: Tensor, *, program: Program) -> Tensor:
+    """y_RHN[:, h] = x_RHK[:, h] weight_HNK[h]^T. ValueError if heads or widths differ."""
+    if x_RHK.shape[1] != weight_HNK.shape[0] or x_RHK.shape[2] != weight_HNK.shape[2]:
+        raise ValueError(f"head_linear: x has heads and columns {tuple(x_RHK.shape[1:])}, the weight is {tuple(weight_HNK.shape)}")
+    provider = CONTRACT.provider(program, tuple(weight_HNK.shape))
+    return _HeadLinear.run(x_RHK, weight_HNK, provider)

@@ -1,0 +1,54 @@
+"""layer_norm: the norm of a row's deviations from its mean, with a weight and a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.program import Program
+
+CONTRACT = Contract(
+    name="layer_norm",
+    version=1,
+    shapes="x [..., D] (rows may be strided), weight [D], bias [D] -> [..., D] in x's dtype",
+    rounds="the output once, from FP32",
+    adds="x, then the squares of x - mean, in FP32 by the adjacent-pair tree over D padded to a power of two; each sum times the FP32 "
+    "value of 1/D; plus eps; one rsqrt; ((x - mean) * rsqrt) * weight + bias, every product and sum rounded",
+    laws=("row", "place", "fusion", "repeat"),
+    backward="closed form in FP32; weight and bias add rows in FP32",
+    launch="one program a row",
+    providers=(
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:layer_norm", f"{__name__}.backward:layer_norm_backward",
+            defining=True,
+        ),
+        Provider(
+            "triton", "pair_tree", "cuda", f"{__name__}.kernels:layer_norm", f"{__name__}.backward:layer_norm_backward", defining=True,
+        ),
+    ),
+)  # fmt: skip
+
+
+class _LayerNorm(OpFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, provider: Provider) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.provider = eps, provider
+        return provider.function("forward")(x, weight, bias, eps)
+
+    @staticmethod
+    @closed_form
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.eps), None, None
+
+
+@observed(CONTRACT)
+def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, *, program: Program) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim. ValueError if the widths differ."""
+    if not x.shape[-1:] == weight_D.shape == bias_D.shape:
+        raise ValueError(
+            f"layer_norm: rows of {x.shape[-1]} columns, a weight of shape {tuple(weight_D.shape)} and a bias of {tuple(bias_D.shape)}"
+        )
+    return _LayerNorm.run(x, weight_D, bias_D, eps, CONTRACT.provider(program))

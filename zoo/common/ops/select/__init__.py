@@ -1,0 +1,42 @@
+"""select: which of the earlier tokens a row attends to, the best by a light score of all its heads together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zoo.common.latent_memory import TokenRows
+from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+CONTRACT = Contract(
+    name="select",
+    version=1,
+    shapes="q_RHE, weights_RH, index keys packed [R, E] or paged [P, page, E] with a page table -> positions_RK (int32), ascending, -1 "
+    "behind the last",
+    rounds="never: FP32 scores, which are not kept",
+    adds="a head's score is q . k with the width ascending in one FP32 accumulator; relu; times the head's weight, rounded; heads by the "
+    "adjacent-pair tree. No scale: a positive factor moves no choice. A row that sees at most top_k tokens takes all of them, unscored; "
+    "else the top_k by descending score, the lower position first among equals, -0 as +0, NaN as -inf",
+    laws=("row", "split", "place", "repeat"),
+    backward="none: integers have no gradient, and a published indexer is not trained",
+    launch="training reads packed rows, serving reads pages; rows are scored in blocks, so no [R, R] scores are held",
+    providers=(
+        Provider("reference", "reference", "cpu", f"{__name__}.reference:select", f"{__name__}.reference:select", defining=True),
+        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:select", f"{__name__}.kernels:select", defining=True),
+    ),
+)  # fmt: skip
+
+
+@observed(CONTRACT)
+def select(q_RHE: Tensor, weights_RH: Tensor, keys: TokenRows, rows: Rows, top_k: int, *, program: Program) -> Tensor:
+    """positions_RK: absolute positions of each row's own sequence, none beyond its own. ValueError if heads or widths differ."""
+    if q_RHE.shape[:2] != weights_RH.shape:
+        raise ValueError(f"select: queries have {tuple(q_RHE.shape[:2])} rows and heads, weights {tuple(weights_RH.shape)}")
+    if q_RHE.shape[2] != keys.rows.shape[-1]:
+        raise ValueError(f"select: queries of {q_RHE.shape[2]} columns, keys of {keys.rows.shape[-1]}")
+    if top_k < 1:
+        raise ValueError(f"select: top {top_k} of a row's tokens, it takes at least 1")
+    function = CONTRACT.provider(program).function("forward")
+    positions_RK: Tensor = function(q_RHE.detach(), weights_RH.detach(), keys.rows.detach(), keys.page_table_NB, rows, top_k)
+    return positions_RK

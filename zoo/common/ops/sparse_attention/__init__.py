@@ -1,0 +1,76 @@
+"""sparse_attention: each row's heads over the latent rows that were selected for it, one streaming softmax along the list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.latent_memory import TokenRows
+from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+
+CONTRACT = Contract(
+    name="sparse_attention",
+    version=1,
+    shapes="q_RHC, latent rows packed [R, C] or paged [P, page, C] with a page table, positions_RK (int32, ascending, -1 behind the "
+    "last) -> o_RHV; keys are whole rows, values their first V columns",
+    rounds="probabilities to the program's dtype before the product with values; the output once",
+    adds="the list in tiles of 64 lanes, ascending: scores with C ascending in one FP32 accumulator, the row sum by the adjacent-pair tree "
+    "over a tile, values in one FP32 accumulator a tile; one pass over the whole list",
+    laws=("row", "split", "place", "shard", "repeat"),
+    backward="closed form in FP32 from the saved log-sum-exp, query rows in blocks, so a latent row's gradient adds in row order",
+    launch="heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at once; lanes without a position "
+    "read nothing and change nothing",
+    providers=(
+        Provider(
+            "reference", "reference", "cpu", f"{__name__}.reference:sparse_attention", f"{__name__}.backward:sparse_attention_backward",
+            defining=True,
+        ),
+        Provider(
+            "triton", "list_tiles", "cuda", f"{__name__}.kernels:sparse_attention", f"{__name__}.backward:sparse_attention_backward",
+            defining=True,
+        ),
+    ),
+)  # fmt: skip
+
+
+class _SparseAttention(OpFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, latent: Tensor, table: Tensor | None, positions: Tensor, rows: Rows, values: int, scale: float,
+        provider: Provider,
+    ) -> Tensor:  # fmt: skip
+        out, lse = provider.function("forward")(q, latent, table, positions, rows, values, scale)
+        if table is None:
+            ctx.save_for_backward(q, latent, positions, out, lse)
+        ctx.rows, ctx.scale, ctx.provider = rows, scale, provider
+        return out
+
+    @staticmethod
+    @closed_form
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads = ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows, ctx.scale)
+        return *grads, None, None, None, None, None, None
+
+
+@observed(CONTRACT)
+def sparse_attention(
+    q_RHC: Tensor, latent: TokenRows, positions_RK: Tensor, rows: Rows, values: int, scale: float, *, program: Program
+) -> Tensor:
+    """softmax(q k^T * scale) v over the positions listed for each row, in its own sequence and none beyond its own.
+
+    A row without any position gives zeros. ValueError if the widths differ. Only packed rows carry a gradient.
+    """
+    if q_RHC.shape[2] != latent.rows.shape[-1]:
+        raise ValueError(f"sparse_attention: queries of {q_RHC.shape[2]} columns, latent rows of {latent.rows.shape[-1]}")
+    if not 0 < values <= q_RHC.shape[2]:
+        raise ValueError(f"sparse_attention: values are the first {values} of {q_RHC.shape[2]} columns")
+    if positions_RK.shape[0] != q_RHC.shape[0] or positions_RK.dtype != torch.int32:
+        raise ValueError(
+            f"sparse_attention: positions are int32 of {q_RHC.shape[0]} rows, not {positions_RK.dtype} of {positions_RK.shape[0]}"
+        )
+    provider = CONTRACT.provider(program, (q_RHC.shape[2], values, q_RHC.shape[1]))
+    return _SparseAttention.run(q_RHC, latent.rows, latent.page_table_NB, positions_RK, rows, values, scale, provider)

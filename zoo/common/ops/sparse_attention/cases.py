@@ -1,0 +1,163 @@
+"""Cases of sparse_attention: packed documents with lists of positions, and the same pushed through paged memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
+from zoo.common.ops.attention.cases import PagePlace
+from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
+from zoo.common.program import Program
+from zoo.common.rows import Rows
+from zoo.testing import (
+    Args,
+    Plan,
+    assert_place_law,
+    assert_row_law,
+    assert_same_bytes,
+    assert_shard_law,
+    assert_split_law,
+    split_plans,
+)
+
+PLACES = {
+    "pages in order": PagePlace(64, fill=0.0, spare=1),
+    "dead pages of NaN": PagePlace(64),
+    "shuffled pages of 16": PagePlace(16, order=1, spare=9),
+    "shuffled pages of 80": PagePlace(80, order=3, fill=torch.inf),
+    "reversed pages of 128, wide table": PagePlace(128, order=-1, columns=7, fill=-3e38),
+}
+Step = Callable[[PagedLatents, Rows, Tensor], Tensor]
+
+
+def packed_rows(args: Args, name: str) -> Rows:
+    return Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args[name].device))
+
+
+def push(lengths: list[int], width: int, index_width: int, like: Tensor, plan: Plan, place: PagePlace, step: Step) -> dict[str, Any]:
+    """Documents pushed by `plan` into memory at `place`: outputs in packed order and the cached bytes of each document.
+
+    `step(layer, rows, where)` writes rows, which lie at `where` among the packed ones, and returns their outputs.
+    """
+    needed = [-(-length // place.page_size) for length in lengths]
+    total = 1 + sum(needed) + place.spare
+    memory = LatentMemory([True], total, place.page_size, width, index_width, like.dtype, like.device)
+    memory.latent_LPSC.fill_(place.fill)
+    memory.index_IPSE.fill_(place.fill)
+    free = list(range(1, total))
+    if place.order is not None:
+        free = free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free))
+    owned = [[free.pop(0) for _ in range(count)] for count in needed]
+    memory.clear([page for pages in owned for page in pages])
+    wide = max(needed) + place.columns
+    # a column that a sequence does not use points at a dead page, or at the reserved one
+    spare = free[0] if place.columns and free else 0
+    table = torch.tensor([pages + [spare] * (wide - len(pages)) for pages in owned], dtype=torch.int32).to(like.device)
+    outputs: list[tuple[Tensor, Tensor]] = []
+    for live, rows, where in pushes(plan, lengths, like.device):
+        [layer] = memory.view(table[live])
+        outputs.append((where, step(layer, rows, where)))
+    order = torch.cat([where for where, _ in outputs]).argsort()
+    cached = {f"document {n}": memory.written(pages, length) for n, (pages, length) in enumerate(zip(owned, lengths, strict=True))}
+    return {"out": torch.cat([out for _, out in outputs])[order], "cached": cached}
+
+
+def lists(lengths: list[int], top_k: int, seed: int) -> Tensor:
+    """positions_RK of random choices: a row takes all of what it sees, or `top_k` of it, and a few rows less."""
+    draw = random.Random(seed)
+    out = torch.full((sum(lengths), top_k), -1, dtype=torch.int32)
+    for begin, length in zip(starts_of(lengths), lengths, strict=False):
+        for p in range(length):
+            count = min(p + 1, top_k) if draw.random() < 0.8 else draw.randint(1, min(p + 1, top_k))
+            out[begin + p, :count] = torch.tensor(sorted(draw.sample(range(p + 1), count)), dtype=torch.int32)
+    return out
+
+
+def _attend(t: Trial, args: Args, latent: TokenRows, rows: Rows, where: Tensor | None = None) -> Tensor:
+    q, positions = (args[name] if where is None else args[name][where] for name in ("q_RHC", "positions_RK"))
+    out: Tensor = t.op("sparse_attention")(q, latent, positions, rows, args["values"], args["scale"], program=t.program)
+    return out
+
+
+def _call(t: Trial, args: Args) -> Any:
+    """The packed call, as training makes it."""
+    return _attend(t, args, TokenRows(args["latent_RC"]), packed_rows(args, "q_RHC"))
+
+
+def _push(t: Trial, plan: Plan, place: PagePlace) -> dict[str, Any]:
+    latent, args = t.args["latent_RC"], t.args
+
+    def step(layer: PagedLatents, rows: Rows, where: Tensor) -> Tensor:
+        return _attend(t, args, layer.append(latent[where], rows), rows, where)
+
+    return push(args["lengths"], latent.shape[1], 1, latent, plan, place, step)
+
+
+def _row(t: Trial) -> None:
+    assert_row_law(t.call, t.args, Documents("q_RHC", "latent_RC", "positions_RK"), seed=t.seed)
+
+
+def _split(t: Trial) -> None:
+    plans = split_plans(t.args["lengths"], (16, 64), t.seed)
+    assert_split_law(lambda plan: _push(t, plan, PagePlace(64)), plans)
+    assert_same_bytes(_push(t, plans["whole"], PagePlace(64))["out"], t.call(), "split law: pages against packed rows")
+
+
+def _place(t: Trial) -> None:
+    plan = split_plans(t.args["lengths"], (), t.seed)["at random"]
+    assert_place_law(lambda place: _push(t, plan, place), PLACES)
+
+
+def _shard(t: Trial) -> None:
+    heads = t.args["q_RHC"].shape[1]
+
+    def at_degree(degree: int) -> Any:
+        return torch.cat([t.call({**t.args, "q_RHC": part.contiguous()}) for part in t.args["q_RHC"].chunk(degree, 1)], 1)
+
+    assert_shard_law(at_degree, [d for d in range(1, heads + 1) if heads % d == 0])
+
+
+def _case(
+    name: str,
+    lengths: list[int],
+    heads: int,
+    width: int,
+    values: int,
+    top_k: int,
+    kind: str = "normal",
+    laws: tuple[str, ...] = ("row", "split", "place", "shard", "repeat"),
+    device_sized: bool = False,
+) -> Case:
+    def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
+        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        return {
+            "q_RHC": draw.floats(rows, heads, width, kind=kind, scale=2.0),
+            "latent_RC": draw.floats(rows, width, kind=kind),
+            "positions_RK": lists(lengths, top_k, seed).to(device),
+            "lengths": lengths,
+            "values": values,
+            "scale": width**-0.5,
+        }
+
+    checks = {"row": _row, "split": _split, "place": _place, "shard": _shard, "repeat": repeat}
+    chosen = {law: checks[law] for law in laws}
+    return Case(name, "sparse_attention", make, _call, chosen, ("q_RHC", "latent_RC"), device_sized, kind=kind)
+
+
+def cases(program: Program) -> list[Case]:
+    return [
+        _case("one row", [1], 1, 8, 8, 4, laws=("row", "place", "repeat")),
+        _case("wide", [17, 1, 66], 2, 16, 12, 16, "wide"),
+        _case("all of what they see", [65, 2, 30], 4, 40, 32, 80),
+        _case("odd heads and widths", [7, 80], 3, 13, 7, 65),
+        _case("more heads than a panel", [33, 5], 18, 24, 16, 20, "cancel"),
+        _case("subnormal", [31, 2], 2, 32, 24, 8, "subnormal"),
+        _case("lists of 130", [140], 1, 16, 16, 130, laws=("row", "split", "repeat")),
+        _case("glm-5.2, 700 and 5", [700, 5], 64, 576, 512, 2048, laws=("row", "place", "shard", "repeat"), device_sized=True),
+        _case("glm-5.2, 4096", [4096], 64, 576, 512, 2048, laws=("row", "repeat"), device_sized=True),
+    ]
