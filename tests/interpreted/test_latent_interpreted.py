@@ -1,0 +1,143 @@
+"""Kernels of latent attention and biased routing in Triton's interpreter, against the CPU references.
+
+In FP32, since the interpreter's products of bf16 tiles are wrong. Bytes are equal where no exp is taken and the products are exact;
+integers are equal everywhere.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from zoo.common.latent_memory import LatentMemory  # noqa: E402
+from zoo.common.ops import rope_table  # noqa: E402
+from zoo.common.ops.biased_route import Choice  # noqa: E402
+from zoo.common.ops.biased_route import kernels as route_kernels  # noqa: E402
+from zoo.common.ops.biased_route import reference as route_reference  # noqa: E402
+from zoo.common.ops.head_linear import kernels as head_kernels  # noqa: E402
+from zoo.common.ops.head_linear import reference as head_reference  # noqa: E402
+from zoo.common.ops.layer_norm import kernels as norm_kernels  # noqa: E402
+from zoo.common.ops.layer_norm import reference as norm_reference  # noqa: E402
+from zoo.common.ops.rope import kernels as rope_kernels  # noqa: E402
+from zoo.common.ops.rope import reference as rope_reference  # noqa: E402
+from zoo.common.ops.select import kernels as select_kernels  # noqa: E402
+from zoo.common.ops.select import reference as select_reference  # noqa: E402
+from zoo.common.ops.sparse_attention import kernels as attention_kernels  # noqa: E402
+from zoo.common.ops.sparse_attention import reference as attention_reference  # noqa: E402
+from zoo.common.ops.sparse_attention.cases import lists  # noqa: E402
+from zoo.common.page_kernels import write_token_rows  # noqa: E402
+from zoo.common.rows import Rows  # noqa: E402
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+LENGTHS = [37, 2, 11]
+
+
+def floats(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quarters(seed: int, *shape: int) -> Tensor:
+    """Small multiples of a quarter: products and sums of them are exact in FP32, and many are equal."""
+    return (floats(seed, *shape) * 2).round() / 4
+
+
+def packed() -> Rows:
+    return Rows.packed(torch.tensor([0, *LENGTHS]).cumsum(0))
+
+
+def paged(rows_RE: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """The packed documents in shuffled pages of a memory full of NaN, and the table."""
+    memory = LatentMemory([True], 16, page_size, rows_RE.shape[1], 1, rows_RE.dtype, "cpu")
+    memory.latent_LPSC.fill_(torch.nan)
+    owned, free = [], [7, 3, 9, 1, 13, 10, 4, 11, 2, 8, 12, 5, 6]
+    for length in LENGTHS:
+        owned.append([free.pop() for _ in range(memory.pages_for(length))])
+    memory.clear([page for pages in owned for page in pages])
+    table = memory.table(owned, [], max(map(len, owned)))
+    write_token_rows(rows_RE, memory.latent_LPSC[0], table, packed())
+    [layer] = memory.view(table)
+    wanted = memory.latent_LPSC[0].clone()
+    layer.append(rows_RE, packed())
+    assert torch.equal(wanted.nan_to_num(7), memory.latent_LPSC[0].nan_to_num(7)), "the kernel writes what the CPU writes"
+    return memory.latent_LPSC[0], table
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("width", "rotated"), [(8, 8), (16, 6), (64, 64)])
+def test_rope_of_neighbours(inverse: bool, width: int, rotated: int) -> None:
+    x, table, positions = floats(0, 9, 3, width + 5)[..., 5:], rope_table(50, rotated, 1e4), torch.arange(9) * 5
+    wanted = rope_reference.rope(x, table, positions, inverse, True)
+    assert torch.equal(rope_kernels.rope(x, table, positions, inverse, True), wanted)
+    assert not torch.equal(rope_kernels.rope(x, table, positions, inverse, False), wanted)
+    back = rope_reference.rope(wanted, table, positions, not inverse, True)
+    torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize("width", [1, 7, 128])
+def test_layer_norm(width: int) -> None:
+    x, weight, bias = floats(1, 5, width + 3)[:, 3:], floats(2, width), floats(3, width)
+    got, wanted = norm_kernels.layer_norm(x, weight, bias, 1e-6), norm_reference.layer_norm(x, weight, bias, 1e-6)
+    torch.testing.assert_close(got, wanted, rtol=2**-21, atol=2**-21)  # numpy's rsqrt is another one
+    assert (norm_kernels.layer_norm(x + 1, weight, bias * 0, 1e-6) - wanted).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 5, 3), (17, 70, 65), (70, 33, 128)])
+def test_head_linear(transposed: bool, rows: int, columns: int, depth: int) -> None:
+    x, weight = quarters(4, rows, 3, depth), quarters(5, 3, columns, depth)
+    laid = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+    wanted = head_reference.head_linear(x, weight)
+    assert torch.equal(head_kernels.head_linear(x, laid), wanted)
+    assert not torch.equal(head_kernels.head_linear(x, laid.flip(0)), wanted)
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice(1), Choice(6, scale=2.5), Choice(3, 4, 2), Choice(5, 4, 3, False, 1.5)], ids=lambda choice: str(tuple(choice))
+)
+def test_biased_route(choice: Choice) -> None:
+    logits, bias = quarters(6, 40, 16) * 4, floats(7, 16) * 0.1
+    for given in (bias, bias * 0):  # without biases many scores are equal
+        weights, experts = route_kernels.biased_route(logits, given, choice)
+        wanted, chosen = route_reference.biased_route(logits, given, choice)
+        assert torch.equal(experts, chosen)
+        torch.testing.assert_close(weights, wanted, rtol=2**-20, atol=0)
+    assert not torch.equal(route_kernels.biased_route(logits, bias + torch.arange(16) % 2, choice)[1], chosen)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the NaN and infinity below
+@pytest.mark.parametrize("page_size", [None, 16, 5])
+@pytest.mark.parametrize(("heads", "width", "top_k"), [(1, 8, 4), (5, 13, 16), (32, 16, 7), (3, 8, 64)])
+def test_select(monkeypatch: pytest.MonkeyPatch, page_size: int | None, heads: int, width: int, top_k: int) -> None:
+    monkeypatch.setattr(select_kernels, "SCORES", 400)  # so that rows are scored a few at a time
+    q, weights, keys = quarters(8, 50, heads, width), quarters(9, 50, heads), quarters(10, 50, width)
+    weights[4], keys[3, 0] = torch.nan, torch.inf
+    rows, table = packed(), None
+    wanted = select_reference.select(q, weights, keys, None, rows, top_k)
+    if page_size is not None:
+        keys, table = paged(keys, page_size)
+    assert torch.equal(select_kernels.select(q, weights, keys, table, rows, top_k), wanted)
+    if top_k < 37:
+        assert not torch.equal(select_kernels.select(-q, weights, keys, table, rows, top_k), wanted)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 5])
+@pytest.mark.parametrize(("heads", "width", "values", "top_k"), [(1, 8, 8, 4), (3, 24, 16, 16), (18, 72, 64, 80)])
+def test_sparse_attention(page_size: int | None, heads: int, width: int, values: int, top_k: int) -> None:
+    q, latent, positions = floats(11, 50, heads, width), floats(12, 50, width), lists(LENGTHS, top_k, 3)
+    positions[7] = -1  # a row that reads nothing
+    rows, table = packed(), None
+    wanted, wanted_lse = attention_reference.sparse_attention(q, latent, None, positions, rows, values, width**-0.5)
+    assert not wanted[7].any() and bool((wanted_lse[7] == -torch.inf).all())
+    if page_size is not None:
+        latent, table = paged(latent, page_size)
+    out, lse = attention_kernels.sparse_attention(q, latent, table, positions, rows, values, width**-0.5)
+    torch.testing.assert_close(out, wanted, rtol=2**-18, atol=2**-18)
+    torch.testing.assert_close(lse, wanted_lse, rtol=2**-18, atol=2**-18)
+    moved = attention_kernels.sparse_attention(q, latent, table, positions, rows, values, width**-1.0)[0]
+    assert heads == 1 or (moved - wanted).abs().max() > 0.01
