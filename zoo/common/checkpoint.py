@@ -103,6 +103,7 @@ class WeightTable:
 
     carried  regexes of published names that are recognised, not used, and written back as they were (vision, MTP)
     fp32     regexes of our names that are FP32 parameters
+    frozen   regexes of our names that get no gradient; the architecture's table says why
     prefix   what a tensor's published name begins with inside a larger model, and what it begins with in the text model alone
     """
 
@@ -110,12 +111,16 @@ class WeightTable:
     carried: tuple[str, ...]
     fp32: tuple[str, ...] = ()
     prefix: tuple[str, str] = ("", "")
+    frozen: tuple[str, ...] = ()
 
     def is_carried(self, published: str) -> bool:
         return any(re.fullmatch(pattern, published) for pattern in self.carried)
 
     def is_fp32(self, ours: str) -> bool:
         return any(re.fullmatch(pattern, ours) for pattern in self.fp32)
+
+    def is_frozen(self, ours: str) -> bool:
+        return any(re.fullmatch(pattern, ours) for pattern in self.frozen)
 
     @cached_property
     def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:

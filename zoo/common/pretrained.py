@@ -55,7 +55,8 @@ class Pretrained(nn.Module):
 
     A subclass sets `config_class` (with from_hf and to_hf), `table` (config -> WeightTable) and `used_ops` (config -> names of the
     ops that its layers call), builds its parameters in `__init__(config, program)` also on the meta device, and gives
-    `reset_buffers(device)` and `program_lines()`. `trainable` says whether parameters want gradients.
+    `reset_buffers(device)` and `program_lines()`. `trainable` says whether parameters want gradients, those that the table freezes
+    left out; `contributors` are the leaves of its routed experts' sum (see Program).
     """
 
     config_class: Any
@@ -63,6 +64,7 @@ class Pretrained(nn.Module):
     used_ops: Callable[[Any], tuple[str, ...]]
     recipe = staticmethod(recipe)
     trainable: ClassVar[bool] = True
+    contributors: ClassVar[int] = 8
 
     config: Any
     program: Program
@@ -136,7 +138,7 @@ class Pretrained(nn.Module):
         table = cls.table(config)
         match = source.match(table)
         where = _device(device)
-        chosen = resolve(program, where, dtype or source.main_dtype(match, table))
+        chosen = resolve(program, where, dtype or source.main_dtype(match, table), cls.contributors)
         module = cls._on_meta(config, chosen)
         files.check_dtypes(source, match, module, table, convert=dtype is not None)
         module._allocate(where)
@@ -159,7 +161,7 @@ class Pretrained(nn.Module):
         _not_built(layout=layout)
         where = _device(device)
         usual = torch.float32 if program == "transformers" else torch.bfloat16
-        module = cls._on_meta(config, resolve(program, where, dtype or usual))
+        module = cls._on_meta(config, resolve(program, where, dtype or usual, cls.contributors))
         module._allocate(where)
         table = cls.table(config)
         parameters = dict(module.named_parameters())
@@ -288,7 +290,9 @@ class Pretrained(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         self.to_empty(device=device)
-        self.requires_grad_(self.trainable)
+        table = self.table_of()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.trainable and not table.is_frozen(name))
         self.reset_buffers(device)
 
 

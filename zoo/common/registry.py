@@ -17,8 +17,9 @@ _CLASSES = {
     "qwen3_5_text": "zoo.qwen3_5:Qwen35",
     "qwen3_5_moe": "zoo.qwen3_5:Qwen35",
     "qwen3_5_moe_text": "zoo.qwen3_5:Qwen35",
+    "glm_moe_dsa": "zoo.glm5:GLM",
 }
-_PLANNED = ("glm_moe_dsa", "deepseek_v4")
+_PLANNED = ("deepseek_v4",)
 
 
 def model_class(fields: dict[str, Any], role: str = "rl") -> type[Pretrained]:

@@ -50,6 +50,11 @@ class ForServing(Pretrained, nn.Module):
         positions = self.config.positions
         return min(self.program.key_segment(self.config.head_dim) or positions, positions) if self.program.name == "aligned" else 0
 
+    @property
+    def takes_any_page(self) -> bool:
+        """Whether pages of every size are served: on CUDA FlashAttention 4 pages wide heads by its own key tile alone."""
+        return self.config.head_dim <= 128 or self.program.device == "cpu"
+
     @own_dtypes
     @torch.no_grad()
     def prefill(self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None) -> Tensor:

@@ -1,0 +1,160 @@
+"""GLM-5: the arithmetic of the layers, once, for every engine. Latent attention over selected tokens, and a mixture of experts.
+
+R rows, D hidden, H heads, C columns of a latent row, V columns of its values, E index width, K selected tokens or experts, X experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zoo.common import ops
+from zoo.common.latent_memory import LatentLayer
+from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable
+from zoo.common.program import Program, narrow_parts
+from zoo.common.rows import Rows
+from zoo.glm5.config import LATENT_EPS, GLMConfig
+
+
+def used_ops(config: GLMConfig) -> tuple[str, ...]:
+    """Names of the ops that the layers call, for fingerprints."""
+    attention = ("rope", "layer_norm", "select", "head_linear", "sparse_attention")
+    mixture = ("biased_route", "experts", "combine") if any(config.sparse) else ()
+    return ("embed", "rms_norm", "linear", "swiglu", *attention, *mixture)
+
+
+class LayerNorm(nn.Module):
+    """weight and bias [E]."""
+
+    def __init__(self, width: int, program: Program) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.bias = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.program = program
+
+    def forward(self, x_RE: Tensor) -> Tensor:
+        return ops.layer_norm(x_RE, self.weight, self.bias, LATENT_EPS, program=self.program)
+
+
+class Indexer(nn.Module):
+    """Chooses the tokens that a row attends to. Frozen, and it carries no gradient: a choice has none."""
+
+    def __init__(self, config: GLMConfig, program: Program) -> None:
+        super().__init__()
+        self.heads, self.width, self.top_k, self.program = config.index_heads, config.index_dim, config.index_top_k, program
+        self.query = Linear(config.query_rank, self.heads * self.width, program)
+        # keys, then the heads' weights: two narrow projections of one input
+        outputs = self.width + self.heads
+        self.key_weights = Linear(config.hidden, outputs, program, k_parts=narrow_parts(outputs, config.hidden))
+        self.norm = LayerNorm(self.width, program)
+
+    @torch.no_grad()
+    def forward(self, x_RD: Tensor, query_RC: Tensor, rows: Rows, memory: LatentLayer, rotary: RotaryTable) -> Tensor:
+        table = rotary.on(x_RD.device)
+        q_RHE = self.query(query_RC).unflatten(1, (self.heads, self.width))
+        q_RHE = ops.rope(q_RHE, table, rows.positions_R, program=self.program, neighbours=True)
+        key_RE, weights_RH = self.key_weights(x_RD).split((self.width, self.heads), dim=1)
+        key_RE = ops.rope(self.norm(key_RE)[:, None], table, rows.positions_R, program=self.program, neighbours=True)[:, 0]
+        keys = memory.append_index(key_RE, rows)
+        return ops.select(q_RHE, weights_RH, keys, rows, self.top_k, program=self.program)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention in its absorbed form: queries go to the latent rows, which are cached, and not the rows to heads.
+
+    latent_up [H (plain + value), latent]: each head's key rows, then its value rows.
+    """
+
+    def __init__(self, config: GLMConfig, program: Program, full: bool) -> None:
+        super().__init__()
+        self.config, self.program = config, program
+        self.scale = (config.plain + config.rotated) ** -0.5
+        self.down = Linear(config.hidden, config.query_rank + config.cached, program)
+        self.query_norm = RMSNorm(config.query_rank, LATENT_EPS, program)
+        self.latent_norm = RMSNorm(config.latent, LATENT_EPS, program)
+        self.query_up = Linear(config.query_rank, config.heads * (config.plain + config.rotated), program)
+        self.latent_up = nn.Parameter(torch.empty(config.heads * (config.plain + config.value), config.latent, dtype=program.torch_dtype))
+        self.out = Linear(config.heads * config.value, config.hidden, program)
+        if full:
+            self.indexer = Indexer(config, program)
+
+    def forward(
+        self, x_RD: Tensor, selected_RK: Tensor | None, rows: Rows, memory: LatentLayer, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor]:
+        """(branch rows, the tokens that were read): its own choice, or `selected_RK` where a layer below made it."""
+        c, table = self.config, rotary.on(x_RD.device)
+        query_RC, latent_RC, rotated_RC = self.down(x_RD).split((c.query_rank, c.latent, c.rotated), dim=1)
+        query_RC, latent_RC = self.query_norm(query_RC)[0], self.latent_norm(latent_RC)[0]
+        if "indexer" in self._modules:
+            selected_RK = self.indexer(x_RD, query_RC, rows, memory, rotary)
+        assert selected_RK is not None, "the first layer chooses"
+        rotated_R1C = ops.rope(rotated_RC[:, None], table, rows.positions_R, program=self.program, neighbours=True)
+        latents = memory.append(torch.cat([latent_RC, rotated_R1C[:, 0]], 1), rows)
+        q_RHE = self.query_up(query_RC).unflatten(1, (c.heads, c.plain + c.rotated))
+        plain_RHE, turning_RHE = q_RHE.split((c.plain, c.rotated), dim=2)
+        key_up, value_up = self.latent_up.unflatten(0, (c.heads, c.plain + c.value)).split((c.plain, c.value), dim=1)
+        absorbed_RHC = ops.head_linear(plain_RHE, key_up.transpose(1, 2), program=self.program)
+        turned_RHE = ops.rope(turning_RHE, table, rows.positions_R, program=self.program, neighbours=True)
+        q_RHC = torch.cat([absorbed_RHC, turned_RHE], 2)
+        o_RHV = ops.sparse_attention(q_RHC, latents, selected_RK, rows, c.latent, self.scale, program=self.program)
+        return self.out(ops.head_linear(o_RHV, value_up, program=self.program).flatten(1)), selected_RK
+
+
+class MixtureOfExperts(nn.Module):
+    """The top K of X experts by biased scores, and a shared expert, the last leaf of the sum. bias [X] is FP32 in every program."""
+
+    def __init__(self, config: GLMConfig, program: Program) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden))
+        self.bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32))
+        self.experts = Experts(config.experts, hidden, config.expert_inner, program)
+        self.shared = GatedMLP(hidden, config.shared_inner, program)
+        self.choice, self.program = config.choice, program
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        weights_RK, experts_RK = ops.biased_route(self.router(x_RD), self.bias, self.choice, program=self.program)
+        return self.experts(x_RD, weights_RK, experts_RK, self.shared(x_RD))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block. Takes the residual stream, the last branch, which its first norm adds to it, and the tokens chosen below."""
+
+    def __init__(self, config: GLMConfig, program: Program, full: bool, sparse: bool) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden, config.eps, program)
+        self.attention = LatentAttention(config, program, full)
+        self.post_norm = RMSNorm(config.hidden, config.eps, program)
+        self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.inner, program)
+
+    def forward(
+        self,
+        residual_RD: Tensor,
+        branch_RD: Tensor | None,
+        selected_RK: Tensor | None,
+        rows: Rows,
+        memory: LatentLayer,
+        rotary: RotaryTable,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_RD, residual_RD = self.input_norm(residual_RD, branch_RD)
+        branch_RD, selected_RK = self.attention(x_RD, selected_RK, rows, memory, rotary)
+        x_RD, residual_RD = self.post_norm(residual_RD, branch_RD)
+        return residual_RD, self.mlp(x_RD), selected_RK
+
+
+class GLMModel(nn.Module):
+    """Parameters of a whole model. The drivers walk `layers`; the head is an op's argument, not a layer."""
+
+    def __init__(self, config: GLMConfig, program: Program) -> None:
+        super().__init__()
+        self.embed = Embedding(config.vocabulary, config.hidden, program)
+        kinds = zip(config.full, config.sparse, strict=True)
+        self.layers = nn.ModuleList(DecoderLayer(config, program, full, sparse) for full, sparse in kinds)
+        self.norm = RMSNorm(config.hidden, config.eps, program)
+        self.rotary = RotaryTable(config.positions, config.rotated, config.theta, program)
+        if not config.tied:
+            self.head = Embedding(config.vocabulary, config.hidden, program)
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        return self.embed.weight if "head" not in self._modules else self.head.weight

@@ -1,0 +1,71 @@
+"""GLM-5's checkpoint names: one table, both directions."""
+
+from __future__ import annotations
+
+import functools
+
+from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.glm5.config import GLMConfig
+
+FP32 = (r".*\.mlp\.bias",)
+# published without a gradient: the choice of tokens and of experts has none, and transformers trains neither
+FROZEN = (r".*\.attention\.indexer\..*", r".*\.mlp\.bias")
+
+
+@functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
+def table(config: GLMConfig) -> WeightTable:
+    """Ours <- published, for every tensor of the geometry. Layers of multi-token prediction are carried."""
+    hidden = config.hidden
+    head = "model.embed.weight" if config.tied else "model.head.weight"
+    entries = [
+        single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden)),
+        single("model.norm.weight", "model.norm.weight", (hidden,)),
+        single(head, "lm_head.weight", (config.vocabulary, hidden), optional_alias=config.tied),
+    ]
+    for i, (full, sparse) in enumerate(zip(config.full, config.sparse, strict=True)):
+        layer = f"model.layers.{i}"  # ours and theirs
+        entries += [
+            single(f"{layer}.input_norm.weight", f"{layer}.input_layernorm.weight", (hidden,)),
+            single(f"{layer}.post_norm.weight", f"{layer}.post_attention_layernorm.weight", (hidden,)),
+            *_attention(config, layer),
+            *(_indexer(config, layer) if full else ()),
+            *(_mixture(config, layer) if sparse else gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.inner)),
+        ]
+    carried = tuple(rf"model\.layers\.{config.layers + i}\..*" for i in range(config.mtp_layers))
+    return WeightTable(tuple(entries), carried=carried, fp32=FP32, frozen=FROZEN)
+
+
+def _attention(config: GLMConfig, layer: str) -> list[Entry]:
+    ours, theirs, heads = f"{layer}.attention", f"{layer}.self_attn", config.heads
+    down = [(f"{theirs}.q_a_proj.weight", config.query_rank), (f"{theirs}.kv_a_proj_with_mqa.weight", config.cached)]
+    return [
+        stacked_rows(f"{ours}.down.weight", config.hidden, down),
+        single(f"{ours}.query_norm.weight", f"{theirs}.q_a_layernorm.weight", (config.query_rank,)),
+        single(f"{ours}.latent_norm.weight", f"{theirs}.kv_a_layernorm.weight", (config.latent,)),
+        single(f"{ours}.query_up.weight", f"{theirs}.q_b_proj.weight", (heads * (config.plain + config.rotated), config.query_rank)),
+        single(f"{ours}.latent_up", f"{theirs}.kv_b_proj.weight", (heads * (config.plain + config.value), config.latent)),
+        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, heads * config.value)),
+    ]
+
+
+def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
+    ours, theirs = f"{layer}.attention.indexer", f"{layer}.self_attn.indexer"
+    key_weights = [(f"{theirs}.wk.weight", config.index_dim), (f"{theirs}.weights_proj.weight", config.index_heads)]
+    return [
+        single(f"{ours}.query.weight", f"{theirs}.wq_b.weight", (config.index_heads * config.index_dim, config.query_rank)),
+        stacked_rows(f"{ours}.key_weights.weight", config.hidden, key_weights),
+        single(f"{ours}.norm.weight", f"{theirs}.k_norm.weight", (config.index_dim,)),
+        single(f"{ours}.norm.bias", f"{theirs}.k_norm.bias", (config.index_dim,)),
+    ]
+
+
+def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
+    mlp, count, hidden = f"{layer}.mlp", config.experts, config.hidden
+    gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_inner)
+    return [
+        single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
+        single(f"{mlp}.bias", f"{mlp}.gate.e_score_correction_bias", (count,)),
+        Entry(f"{mlp}.experts.gate_up", (gate_up,)),
+        Entry(f"{mlp}.experts.down", (down,)),
+        *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_inner),
+    ]
