@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
@@ -27,6 +28,8 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "linear": lambda a: (*a["weight_NK"].shape, a["k_parts"]),
     "experts": lambda a: (a["gate_up_X2FD"].shape[0], a["gate_up_X2FD"].shape[2], a["gate_up_X2FD"].shape[1] // 2),
     "gated_delta": lambda a: (a["q_RHK"].shape[1], a["v_RVE"].shape[1], a["q_RHK"].shape[2], a["v_RVE"].shape[2]),
+    "head_linear": lambda a: (*a["weight_HNK"].shape,),
+    "sparse_attention": lambda a: (a["q_RHC"].shape[2], a["values"], a["q_RHC"].shape[1]),
     "attention": lambda a: (a["q_RHE"].shape[2], a["q_RHE"].shape[1], a["history"].k.shape[-2]),
 }
 
@@ -81,7 +84,10 @@ class Call:
         arguments = dict(self.arguments)
         batch = arguments.get("rows")
         if isinstance(batch, Rows):
-            return self._recurrent_at(row) if self.contract.name in RECURRENT else self._attention_at(row)
+            if self.contract.name in RECURRENT:
+                return self._recurrent_at(row)
+            listed = next((name for name, value in arguments.items() if isinstance(value, TokenRows)), None)
+            return self._attention_at(row) if listed is None else self._listed_at(row, listed)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
                 mine = value[row : row + 1] if _has_rows(name, value, rows) else value
@@ -117,6 +123,25 @@ class Call:
             rows = Rows.pushed([1], [position], device)
         queries = {k: v[mine].detach().clone() for k, v in self.arguments.items() if isinstance(v, Tensor) and k.endswith("RHE")}
         arguments = {**self.arguments, **queries, "history": small, "rows": rows}
+        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
+
+    def _listed_at(self, row: int, name: str) -> Call:
+        """Likewise where the history is one row a token, in the argument `name`."""
+        batch, history = self.arguments["rows"], self.arguments[name]
+        n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
+        device = batch.positions_R.device
+        if history.page_table_NB is None:
+            mine = slice(int(batch.starts_N1[n]), row + 1)
+            small, rows = TokenRows(history.rows[mine].detach().clone()), Rows.pushed([row + 1 - mine.start], None, device)
+        else:
+            mine = slice(row, row + 1)
+            pages = history.page_table_NB[n, : position // history.rows.shape[1] + 1].long()
+            table = torch.arange(len(pages), dtype=torch.int32, device=device)[None]
+            small, rows = TokenRows(history.rows[pages].clone(), table), Rows.pushed([1], [position], device)
+        arguments: dict[str, Any] = {**self.arguments, name: small, "rows": rows}
+        for other, value in self.arguments.items():
+            if isinstance(value, Tensor) and _has_rows(other, value, batch.count):
+                arguments[other] = value[mine].detach().clone()
         return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
 
     def _recurrent_at(self, row: int) -> Call:
@@ -163,7 +188,7 @@ def _has_rows(name: str, value: Tensor, rows: int) -> bool:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, KeyValues | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
+    if isinstance(value, KeyValues | TokenRows | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
         return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value) if f.compare})
     return value
 

@@ -222,6 +222,8 @@ class Ladder:
         trainer.gradient_checkpointing = before
         out = {}
         for name, parameter in trainer.named_parameters():
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None, f"{name} has no gradient"
             out[name], parameter.grad = parameter.grad, None
         return out

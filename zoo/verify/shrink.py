@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops import Provider
 from zoo.common.program import Program
@@ -35,7 +36,9 @@ from safetensors.torch import load_file
 
 from zoo.common import ops
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
+from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
+from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -119,7 +122,7 @@ def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
         return f"stored[{name!r}]"
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, KeyValues | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
+    if isinstance(value, KeyValues | TokenRows | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
         code = {part: _code(item, f"{name}.{part}", stored) for part, item in parts.items()}
         own = ".clone()" if isinstance(value, DeltaState | ConvCarry) else ""  # the call changes its slots

@@ -19,8 +19,10 @@ SIZES = {
     "qwen3_moe": "zoo.qwen3:MOE_SIZES",
     "qwen3_5": "zoo.qwen3_5:SIZES",
     "qwen3_5_moe": "zoo.qwen3_5:MOE_SIZES",
+    "glm5": "zoo.glm5:SIZES",
 }
-PLANNED = ("glm5", "deepseek_v4")
+PUBLISHED = {"glm5": "glm_moe_dsa"}  # the model_type of an architecture that is named otherwise
+PLANNED = ("deepseek_v4",)
 LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
 
 
@@ -138,7 +140,7 @@ def build(
             raise ValueError("--layers is for random weights; a checkpoint has all its layers")
         fields = read_config(checkpoint, None)
         kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
-        if kind != arch:
+        if kind != PUBLISHED.get(arch, arch):
             raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
         source = {"checkpoint": str(checkpoint)}
     made = []
@@ -177,8 +179,7 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
     for length in lengths:
         if not 1 <= length <= longest:
             raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
-    head_dim = subject.trainer.config.head_dim
-    pages = (16, 64) if head_dim <= 128 or not cuda else ()
+    pages = (16, 64) if subject.server.takes_any_page else ()
     tail = 64 if large else 200 if cuda else None
     batches = (1, 8, 32 if slots else 64)  # a state is far larger than a page
     return Settings(tuple(lengths), tail=tail, page_sizes=pages, backward_rows=2400 if large else 4096, graph_batches=batches)

@@ -76,7 +76,7 @@ def train(
     poisoned: bool = False,
     backward_first: bool = False,
 ) -> Iterator[Seen]:
-    """One packed batch through the trainer, scored; the keys and values that attention reads are what a server would cache."""
+    """One packed batch through the trainer, scored; what attention and the choice of its tokens read is what a server would cache."""
     model = subject.trainer
     ids = torch.cat([subject.ids(d) for d in documents])
     targets = torch.cat([subject.targets(d) for d in documents])
@@ -84,7 +84,7 @@ def train(
     was_training, was_checkpointed = model.training, model.gradient_checkpointing
     model.train(not evaluate)
     model.gradient_checkpointing = checkpointed
-    kept: dict[str, list[Tensor]] = {"k": [], "v": []}
+    kept: dict[str, list[Tensor]] = {"k": [], "v": [], "latent": [], "index": []}
     recurrent: list[Call] = []
 
     def keep(contract: Any, seen: dict[str, Any], result: Any) -> None:
@@ -94,6 +94,10 @@ def train(
             history = Call.of(contract, seen, result).arguments["history"]
             kept["k"].append(history.k.detach())
             kept["v"].append(history.v.detach())
+        if contract.name == "sparse_attention":
+            kept["latent"].append(Call.of(contract, seen, result).arguments["latent"].rows.detach())
+        if contract.name == "select":
+            kept["index"].append(Call.of(contract, seen, result).arguments["keys"].rows.detach())
 
     try:
         if backward_first:
