@@ -71,6 +71,51 @@ _QWEN3_5: dict[str, Any] = {
     "dtype": "bfloat16",
     "use_cache": True,
 }
+_GLM5: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 48,
+    "v_head_dim": 32,
+    "head_dim": 192,  # published, and read by nobody
+    "index_n_heads": 32,
+    "index_head_dim": 32,
+    "index_topk": 24,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 2,
+    "intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8000000},
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "eos_token_id": [2],
+    "pad_token_id": 3,
+    "dtype": "bfloat16",
+    "use_cache": True,
+}
 # the fields of a published config.json, at tiny sizes
 ARCHS: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_QWEN3, "max_window_layers": 3},
@@ -103,6 +148,7 @@ ARCHS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    "glm5": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **_GLM5},
 }
 # what a published vision-language checkpoint has around its text model, and tensors that the text model doesn't use
 _VISION: dict[str, Any] = {
@@ -119,6 +165,11 @@ _UNUSED: dict[str, tuple[int, ...]] = {
     "mtp.fc.weight": (64, 128),
     "mtp.layers.0.self_attn.q_norm.weight": (64,),
 }
+# tensors of the published layer that predicts a second token
+_MTP: dict[str, tuple[int, ...]] = {
+    "eh_proj.weight": (128, 256), "enorm.weight": (128,), "hnorm.weight": (128,), "shared_head.norm.weight": (128,),
+    "self_attn.q_a_proj.weight": (96, 128), "mlp.gate.weight": (8, 128),
+}  # fmt: skip
 SHARDS = 3
 SPECIAL = ("<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 _CORPUS = (
@@ -165,11 +216,14 @@ def make_tiny(
     table = made.table(made.config_class.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
     specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
-    specs += [(name, torch.bfloat16, shape) for name, shape in _UNUSED.items()] if vision else []
+    unused = dict(_UNUSED) if vision else {}
+    if fields.get("num_nextn_predict_layers"):
+        unused |= {f"model.layers.{fields['num_hidden_layers']}.{name}": shape for name, shape in _MTP.items()}
+    specs += [(name, torch.bfloat16, shape) for name, shape in unused.items()]
 
     def draw(name: str) -> Tensor:
         if name not in places:
-            return normal_(torch.empty(_UNUSED[name], dtype=torch.bfloat16), key64(seed, name), 1.0, 0.0)
+            return normal_(torch.empty(unused[name], dtype=torch.bfloat16), key64(seed, name), 1.0, 0.0)
         entry, piece = places[name]
         tensor = torch.empty(piece.shape, dtype=dtypes[name])
         return draw_piece(piece, tensor, seed, table, entry, made.recipe)

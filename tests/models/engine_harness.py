@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from model_harness import Models
+from model_harness import Models, pools_of
+from torch import Tensor
 
 from zoo.common.engine import Completion, Engine
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.latent_memory import LatentMemory
 from zoo.common.memory import PackedMemory, PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams, sample
@@ -91,11 +93,16 @@ def paged(memory: Any) -> PagedMemory:
     return memory.paged if isinstance(memory, HybridMemory) else memory
 
 
+def page_pools(memory: Any) -> list[Tensor]:
+    """What a memory keeps in pages, [layers, pages, page size, ...] each."""
+    return pools_of(memory if isinstance(memory, LatentMemory) else paged(memory))
+
+
 def poison(engine: Engine) -> None:
     """NaN in every free page and slot, and in the rows that a live chunk does not have yet."""
     memory, pool = engine.scheduler.memory, engine.scheduler.pool
     free = torch.tensor(list(pool.free), dtype=torch.int64)
-    for pages in (paged(memory).k_LPSGE, paged(memory).v_LPSGE):
+    for pages in page_pools(memory):
         pages[:, free] = torch.nan
     if isinstance(memory, HybridMemory):
         slots = torch.tensor(list(pool.free_slots), dtype=torch.int64)
@@ -118,7 +125,7 @@ def check_pages(engine: Engine) -> None:
         owners += request.pages[shared:]
         for block, page in enumerate(request.pages):
             written = max(0, min(memory.page_size, request.computed - block * memory.page_size))
-            for values in (paged(memory).k_LPSGE, paged(memory).v_LPSGE):
+            for values in page_pools(memory):
                 assert not values[:, page, written:].any(), f"page {page} holds something behind its {written} rows"
     assert sorted(owners) == list(range(1, pool.pages))
     holders = [node for request in engine.scheduler.running for node in request.nodes]

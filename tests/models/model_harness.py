@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.latent_memory import LatentMemory
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.testing import Plan, assert_same_bytes
@@ -67,6 +68,8 @@ def pools_of(memory: Any) -> list[Tensor]:
     """Every tensor of a memory."""
     if isinstance(memory, HybridMemory):
         return [*pools_of(memory.paged), *memory.delta.pools.values(), memory.delta.carry_LSWC]
+    if isinstance(memory, LatentMemory):
+        return [memory.latent_LPSC, memory.index_IPSE]
     return [memory.k_LPSGE, memory.v_LPSGE]
 
 
@@ -169,7 +172,7 @@ def assert_modes_agree(model: Any, documents: list[Tensor]) -> None:
         model.zero_grad()
         found = model.score(ids, starts)
         (-found.mean()).backward()
-        return found, {name: p.grad.clone() for name, p in model.named_parameters()}
+        return found, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
     with torch.no_grad():
         expected = model.score(ids, starts)

@@ -130,7 +130,7 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("verify", "glm5"), "'glm5' is planned but not built yet"),
+        (("verify", "deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
         (("verify", "llama"), "unknown architecture 'llama'"),
         (("verify", "qwen3", "--size", "9b"), "no size '9b'"),
         (("verify", "qwen3", "--rungs", "6"), "the ladder has the rungs 1 to 5"),

@@ -1,0 +1,185 @@
+"""GLM-5: every way to push the same tokens gives the same log-probabilities and cached bytes; the engine draws what the trainer scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import Family, drive, numbers, scored, tokens, trained
+from model_harness import (
+    assert_alone_is_packed,
+    assert_modes_agree,
+    assert_same_states,
+    counted,
+    other_in_recomputation,
+    other_in_training,
+    other_under_grad,
+    packed,
+    pushed,
+    rows_in_training,
+    scores,
+)
+from torch import Tensor
+
+from zoo.common.engine import Completion, Engine
+from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
+from zoo.common.memory import PagedMemory
+from zoo.common.ops.biased_route import Choice
+from zoo.common.rows import Rows
+from zoo.common.sampling import SamplingParams
+from zoo.glm5 import SIZES, GLMForRL, GLMForServing
+from zoo.testing import LawBroken, assert_same_bytes, split_plans
+
+SHAPE: dict[str, Any] = {"hidden": 64, "heads": 3, "query_rank": 48, "latent": 32, "plain": 16, "rotated": 8, "value": 24, "index_dim": 16,
+                         "index_heads": 4, "index_top_k": 12, "inner": 64, "expert_inner": 16, "shared_inner": 16}  # fmt: skip
+CONFIGS = {
+    # few index heads: many scores are equal
+    "three choose": replace(SIZES["tiny"], **SHAPE),
+    "all choose": replace(
+        SIZES["tiny"], **SHAPE, layers=2, full=(True, True), sparse=(True, False), choice=Choice(2, 4, 2, scale=1.5), tied=True
+    ),
+}
+STEM = tokens(48, 99)
+REQUESTS = [
+    ([7], SamplingParams(seed=1, max_new_tokens=6)),
+    (STEM[:16], SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_new_tokens=5)),
+    (STEM + tokens(22, 3), SamplingParams(temperature=0.0, max_new_tokens=4)),
+    (STEM + [4], SamplingParams(temperature=0.6, top_p=0.8, top_k=20, seed=3, max_new_tokens=5)),
+]
+FAMILY = Family(CONFIGS, GLMForRL, GLMForServing, REQUESTS)
+LENGTHS = (33, 1, 70)
+KINDS = tuple(CONFIGS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_way_to_push_is_training(kind: str) -> None:
+    trainer, server = FAMILY.twins(kind)
+    documents = FAMILY.documents(kind, LENGTHS)
+    together = assert_alone_is_packed(trainer, documents)
+    whole_states = None
+    plans = split_plans(LENGTHS, (12, 16))
+    for name in ("whole", "a row at a time", "in pieces of 7", "in pieces of 13", "cut at 12", "one sequence after another", "at random"):
+        for page_size in (16,) if name != "at random" else (16, 5, 64):
+            found, states = pushed(server, documents, plans[name], page_size)
+            assert_same_bytes(found, together, name)
+            whole_states = states if whole_states is None else whole_states
+            assert_same_states(states, whole_states, name)
+
+
+class Stale(PagedLatents):
+    """A fault: a row's index key is written one launch late."""
+
+    def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows:
+        assert self.index_PSE is not None
+        before = TokenRows(self.index_PSE.clone(), self.page_table_NB)
+        super().append_index(key_RE, rows)
+        return before
+
+
+def stale(model: Any, view: Callable[[Tensor], list[PagedLatents]]) -> Callable[[Tensor], list[PagedLatents]]:
+    return lambda table: [Stale(layer.latent_PSC, layer.index_PSE, layer.page_table_NB) for layer in view(table)]
+
+
+@torch.no_grad()
+def test_a_late_index_key_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, server = FAMILY.twins("three choose")
+    documents, plan = FAMILY.documents("three choose", LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
+    assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
+    view = LatentMemory.view
+    monkeypatch.setattr(LatentMemory, "view", lambda self, table: stale(self, lambda t: view(self, t))(table))
+    with pytest.raises(LawBroken):
+        assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
+
+
+@torch.no_grad()
+def test_the_choice_matters() -> None:
+    """The control of every comparison above: rows beyond top_k read other tokens than all of them, earlier rows the same."""
+    trainer, documents = FAMILY.trainer("three choose"), FAMILY.documents("three choose", LENGTHS)
+    every = GLMForRL.from_config(replace(trainer.config, index_top_k=80), seed=1, device="cpu")
+    few, all_ = scores(trainer, documents), scores(every, documents)
+    assert_same_bytes([d[:12] for d in few], [d[:12] for d in all_])
+    assert (few[2][12:] != all_[2][12:]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modes(kind: str) -> None:
+    assert_modes_agree(FAMILY.fresh(kind), FAMILY.documents(kind, (20, 3)))
+
+
+@pytest.mark.parametrize("fault", [other_under_grad, other_in_training, other_in_recomputation])
+def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
+    model = FAMILY.fresh("all choose")
+    model.model.layers[1].post_norm.register_forward_hook(fault)
+    with pytest.raises(LawBroken):
+        assert_modes_agree(model, FAMILY.documents("all choose", (20, 3)))
+
+
+def test_every_parameter_has_a_gradient_or_is_frozen_or_an_unused_expert() -> None:
+    model, documents = FAMILY.fresh("three choose"), FAMILY.documents("three choose", LENGTHS)
+    ids, starts = packed(documents)
+    (-model.score(ids, starts).mean()).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (not parameter.requires_grad) == (".indexer." in name or name.endswith("mlp.bias")), name
+        assert parameter.grad is None or (bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any())), name
+
+
+def test_each_row_enters_each_op_once() -> None:
+    model, documents = FAMILY.fresh("three choose"), FAMILY.documents("three choose", LENGTHS)
+    seen, rows, c = rows_in_training(model, documents), sum(LENGTHS), model.config
+    assert seen["sparse_attention"] == rows * c.layers and seen["select"] == seen["layer_norm"] == rows * sum(c.full)
+    assert seen["head_linear"] == 2 * rows * c.layers and seen["biased_route"] == rows * sum(c.sparse)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "two at a time, 7 rows": {"max_batch": 2, "chunk_rows": 7},
+    "nothing cached": {"chunk_rows": 33, "prefix_cache": False},
+    "pages of 64": {"page_size": 64, "pages": 12},
+    "few pages": {"pages": 9, "chunk_rows": 20},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_no_schedule_moves_a_byte(kind: str, options: dict[str, Any]) -> None:
+    engine = Engine(FAMILY.twins(kind)[1], **{"pages": 40, "page_size": 16, **options})
+    assert FAMILY.generate(engine) == FAMILY.baseline(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainer_draws_and_scores_the_same_bytes(kind: str) -> None:
+    trainer = FAMILY.trainer(kind)
+    for values in FAMILY.baseline(kind):
+        record = Completion.from_dict({**values, "request_id": "0"})
+        again = trained(trainer, record)
+        assert again == {name: getattr(record, name) for name in again}
+        assert record.filtered_log_probs == scored(trainer, record, record.sampling)
+    with torch.no_grad():
+        assert trained(FAMILY.fresh(kind, seed=2), record) != again
+
+
+def test_a_cached_prefix_is_reused() -> None:
+    """Pages are all that a sequence holds, so a second request starts behind the first one's full pages."""
+    engine = Engine(FAMILY.twins("three choose")[1], pages=40, page_size=16)
+    prompt, params = REQUESTS[2]
+    for cached in (0, 64):
+        engine.add(prompt, params)
+        with counted() as seen:
+            [done] = drive(engine)
+        assert seen["embed"] == len(prompt) - cached + params.max_new_tokens - 1
+        assert numbers(done) == FAMILY.baseline("three choose")[2]
+
+
+def test_memory_of_another_class_is_refused() -> None:
+    server = FAMILY.twins("all choose")[1]
+    memory = PagedMemory(2, 4, 16, 1, 8, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="GLMForServing takes a LatentMemory, not a PagedMemory"):
+        server.prefill(torch.tensor([1]), Rows.pushed([1], [0], "cpu"), memory, torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="at least 2 pages"):
+        server.make_memory(1)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        server.make_memory(2, 0)
