@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from model_harness import (
 )
 from torch import Tensor
 
+from tests.models import planted_latent
 from zoo.common.engine import Completion, Engine
 from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
 from zoo.common.memory import PagedMemory
@@ -32,6 +36,10 @@ from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
 from zoo.glm5 import SIZES, GLMForRL, GLMForServing
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
+from zoo.verify import ways
+from zoo.verify.shrink import reproduction
+from zoo.verify.subject import Subject
+from zoo.verify.trace import first_divergence
 
 SHAPE: dict[str, Any] = {"hidden": 64, "heads": 3, "query_rank": 48, "latent": 32, "plain": 16, "rotated": 8, "value": 24, "index_dim": 16,
                          "index_heads": 4, "index_top_k": 12, "inner": 64, "expert_inner": 16, "shared_inner": 16}  # fmt: skip
@@ -132,6 +140,30 @@ def test_each_row_enters_each_op_once() -> None:
     seen, rows, c = rows_in_training(model, documents), sum(LENGTHS), model.config
     assert seen["sparse_attention"] == rows * c.layers and seen["select"] == seen["layer_norm"] == rows * sum(c.full)
     assert seen["head_linear"] == 2 * rows * c.layers and seen["biased_route"] == rows * sum(c.sparse)
+
+
+@pytest.mark.parametrize("op", ["select", "sparse_attention"])
+def test_planted_fault_is_named_and_reproduced(op: str, tmp_path: Path) -> None:
+    """Cut to one row with the history that it reads, and shown again by a script of its own."""
+    subject = Subject("glm5", *FAMILY.twins("three choose"), {})
+    subject.draw((40, 3))
+    documents = [0, 1]
+
+    def found() -> Any:
+        return first_divergence(
+            (subject.trainer, lambda tap: ways.exhaust(ways.train(subject, tap, documents))),
+            (subject.server, lambda tap: ways.exhaust(ways.decode(subject, tap, documents, tail=20))),
+        )
+
+    assert found() is None
+    with planted_latent.planted(subject.server, op):
+        divergence = found()
+        assert divergence is not None and divergence.key.op == op and divergence.elements >= 1
+        script = reproduction(divergence, tmp_path / "found", ("training", "decode"))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, str(script)], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"{divergence.elements} of " in done.stdout  # training's inputs are the whole document up to the row
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
