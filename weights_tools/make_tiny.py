@@ -111,7 +111,7 @@ _GLM5: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
-    "eos_token_id": [2],
+    "eos_token_id": 2,
     "pad_token_id": 3,
     "dtype": "bfloat16",
     "use_cache": True,

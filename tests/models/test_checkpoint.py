@@ -663,6 +663,10 @@ def test_make_tiny_is_a_checkpoint_for_transformers(arch: str, tmp_path: Path) -
     result = CliRunner().invoke(app, ["make-tiny", arch, str(tmp_path / "tiny"), "--layers", "2", "--hidden", "64", "--seed", "4"])
     assert result.exit_code == 0, result.output
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", output_loading_info=True)
+    # transformers ignores the layer that predicts a second token by its number in the published model
+    carried = {name for name in report["unexpected_keys"] if name.startswith("model.layers.2.")}
+    assert bool(carried) == (arch == "glm5")
+    report["unexpected_keys"] = set(report["unexpected_keys"]) - carried
     assert not any(report.values()) and model.dtype == torch.bfloat16 and model.config.num_hidden_layers == 2
     assert zoo.load(tmp_path / "tiny", device="cpu").config.hidden == 64
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
