@@ -17,6 +17,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -1100,6 +1101,65 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
     # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
+
+
+def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types.SimpleNamespace) -> None:
+    """Model, backend, runner and sampler are the plugin's; a replay runs the captured forward again over the batch that is loaded."""
+    zoo = Qwen3ForServing.from_config(SIZES["tiny"], seed=3, device="cpu")
+    model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
+    torch.nn.Module.__init__(model)
+    model.zoo, model._checked, model._returns_routing = zoo, True, False
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.runner = types.SimpleNamespace(model=model)
+    backend.builder, backend.context, backend.device = builder(), 128, "cpu"
+    backend.pool, backend._capturing = dirty_pool(zoo, 12), None
+    for pages in (*backend.pool.k_pages, *backend.pool.v_pages):
+        pages.normal_(generator=torch.Generator().manual_seed(1))  # stands for a history
+    backend.clear_padding()
+    backend.init_cuda_graph_state(4, 4)
+    scheduler_pages.backend = backend
+    runner = scheduler_pages.graphs.BoundedGraphRunner.__new__(scheduler_pages.graphs.BoundedGraphRunner)
+    runner.attn_backend, runner.order = backend, []
+    sampler = scheduler_pages.sampler.RowSampler()
+    sampler.program, sampler.weights = zoo.program, WeightsState(str)
+    static = types.SimpleNamespace(
+        forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True), req_pool_indices=torch.zeros(4, dtype=torch.int64),
+        seq_lens=torch.ones(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64), seq_lens_cpu=torch.tensor([17, 9]),
+        out_cache_loc=torch.zeros(4, dtype=torch.int64),
+    )  # fmt: skip
+    ids = torch.zeros(4, dtype=torch.int64)
+    forward = partial(model.forward, ids, static.positions, static)
+    with backend.capturing(SEGMENT):
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        captured = forward()
+    assert set(captured.customized_info) == {names.DRAWN} and not backend.captures
+    assert forward().customized_info is None  # control: an eager step, which leaves the draw to the sampler
+
+    rows = RowSampling.of([SamplingParams(seed=5), SamplingParams(temperature=0.7, seed=6)], [0, 0], "cpu")
+    for asked, by_graph in ((rows, True), (rows, True), (dataclasses.replace(rows, filters=True), False), (None, False)):
+        step = backend.draws.drawn
+        ids[:2] = torch.tensor([4 + step, 9])
+        static.req_pool_indices[:2] = torch.tensor([3, 1])
+        static.seq_lens[:2] = torch.tensor([17 + step, 9])
+        static.positions[:2] = static.seq_lens[:2] - 1
+        static.out_cache_loc[:2] = torch.tensor([slots_of(HELD[3], 17 + step)[-1], slots_of(HELD[1], 9)[-1]])
+        info = object() if asked is None else scheduler_pages.sampler.RowsBatchInfo(rows=asked)
+        assert runner.load_batch(types.SimpleNamespace(sampling_info=info), None) == "as SGLang says"
+        backend.init_forward_metadata_out_graph(static)
+        with backend.capturing(SEGMENT):  # the replay
+            again = forward()
+        packed = captured.customized_info[names.DRAWN].packed.copy_(again.customized_info[names.DRAWN].packed)
+        output = Output(again.next_token_logits[:2])
+        output.customized_info = captured.customized_info
+        if asked is None:
+            continue
+        token = sampler.forward(output, info, True, [0, 0], [None, None], static.positions[:2])
+        wanted = ops.sample(output.next_token_logits, rows.at(torch.arange(2), static.positions[:2] + 1), zoo.program)
+        assert torch.equal(token, wanted.token_R) and torch.equal(output.next_token_logprobs, wanted.log_prob_R)
+        assert backend.draws.drawn - step == (2 if by_graph else 0)
+        # the graph drew in any case: with filters nobody takes it
+        assert torch.equal(packed[:4].view(torch.int64), wanted.token_R)
+    assert runner.order == ["loaded"] * 4 and backend.draws.bound is rows
 
 
 @pytest.mark.interpreted

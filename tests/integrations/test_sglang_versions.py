@@ -41,7 +41,7 @@ CONTRACTS = (
     ("sampler.RowSampler", "layers.sampler.Sampler", ("forward", "compute_logprobs_only")),
     ("sampler.RowsBatchInfo", "sampling.sampling_batch_info.SamplingBatchInfo", ("adjusted_filter_batch", "adjusted_merge_batch")),
     ("graphs.BoundedGraphRunner", "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
-     ("capture_one_shape", "_capture_one_stream", "_resolve_lora_variant", "_make_graph_key")),
+     ("capture_one_shape", "_capture_one_stream", "load_batch", "_resolve_lora_variant", "_make_graph_key")),
     ("capturer.RoutingCapturer", "state_capturer.routed_experts.RoutedExpertsCapturer", ("on_forward_end", "get_topk")),
 )  # fmt: skip
 Hook = tuple[str, Callable[..., Any], str]

@@ -24,7 +24,8 @@ hooked method at all, who notices is said here.
   lengths than the answer's.
 - after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
   content hash is forgotten, and no cached row is of them.
-- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again.
+- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again,
+  and decode graphs are given their rows' parameters anew.
 - around WeightUpdater.update_weights_from_tensor and update_weights_from_disk: a faulty update is answered, where SGLang would end
   the scheduler or write a part; one that would not pass the model's checks is refused.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
@@ -172,7 +173,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         runner = scheduler.tp_worker.model_runner
-        prefills = runner.attn_backend.prefills
+        draws, prefills = runner.attn_backend.draws, runner.attn_backend.prefills
         printed = None
         if not released:
             assert_unhooked(runner.model)  # SGLang has options that register some after the model was loaded
@@ -180,6 +181,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         result.internal_state[STATE] = {
             "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
+            "drawn_in_graphs": 0 if draws is None else draws.drawn,
         }
     return result
 
@@ -194,8 +196,12 @@ def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
 
 def after_resume(result: Any, updater: Any, recv_req: Any) -> Any:
     runner = updater.tp_worker.model_runner
-    if runner.server_args.attention_backend in PROGRAMS and (not recv_req.tags or KV_MEMORY in recv_req.tags):
-        runner.attn_backend.clear_padding()
+    if runner.server_args.attention_backend in PROGRAMS:
+        backend = runner.attn_backend
+        if not recv_req.tags or KV_MEMORY in recv_req.tags:
+            backend.clear_padding()
+        if backend.draws is not None:
+            backend.draws.bound = None  # a batch that was paused keeps its rows, the columns are whatever came back
     return result
 
 

@@ -25,7 +25,7 @@ from zoo.sglang_plugin.capturer import capturer
 from zoo.sglang_plugin.columns import WeightsColumn, WeightsState
 from zoo.sglang_plugin.loading import absent, check, load
 from zoo.sglang_plugin.memory import KeyValuePool, Step
-from zoo.sglang_plugin.names import PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
+from zoo.sglang_plugin.names import DRAWN, PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.scores import prompt_scores
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,10 @@ class Served(nn.Module):
             self._check(backend)
         step = backend.step
         if forward_batch.forward_mode.is_decode_or_idle():
-            return LogitsProcessorOutput(next_token_logits=self.zoo.logits(self.hidden_rows(input_ids, step, backend)))
+            output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(self.hidden_rows(input_ids, step, backend)))
+            if backend.captures:
+                output.customized_info = {DRAWN: backend.draws.draw(output.next_token_logits, positions)}
+            return output
         hidden_RD = backend.prefills.push(input_ids, step) if backend.prefills is not None else None
         if hidden_RD is None:
             hidden_RD = self.hidden_rows(input_ids, step, backend)
