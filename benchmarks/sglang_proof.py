@@ -109,10 +109,10 @@ def _redraw(trainer: Any, phase: Phase) -> None:
     """ValueError naming the first token that its request's seed doesn't draw: scores alone can't tell whose seed drew it."""
     from zoo.common.engine import Completion, check_draws
 
-    for line in phase.lines:
-        record = Completion.from_dict(line["record"])
-        check_draws(trainer, record)
-        phase.count.redrawn += len(record.output_ids)
+    records = [Completion.from_dict(line["record"]) for line in phase.lines]
+    for first in range(0, len(records), TOGETHER):
+        check_draws(trainer, *records[first : first + TOGETHER])
+    phase.count.redrawn = sum(len(record.output_ids) for record in records)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ class TestFingerprint:
             folders[name].save_pretrained(tmp_path / name)
         assert engine.update_weights(tmp_path / "eos") == folders["eos"].weights_version
         assert engine.model.config.eos == config.eos  # the server's own stay
-        with pytest.raises(ValueError, match="is of another geometry"):
+        with pytest.raises(ValueError, match=r"is of another geometry: eps 0\.001 against 1e-06$"):
             engine.update_weights(tmp_path / "eps")
 
     @pytest.mark.parametrize("arch", CONFIGS)

@@ -726,6 +726,21 @@ def test_records_survive_json() -> None:
             Completion.from_dict({**values, **change})
 
 
+def test_records_are_drawn_again_together() -> None:
+    """Packed: one of another seed is found between others, and only it."""
+    trainer = twins("dense")[0]
+    prompts, params = (
+        [STEM, STEM[:3], STEM[:17]],
+        [SamplingParams(temperature=t, seed=7 + n, max_new_tokens=5 + n) for n, t in enumerate((0.0, 1.0, 0.7))],
+    )
+    good = engine().generate(prompts, params)
+    check_draws(trainer, *good)
+    check_draws(trainer)
+    bad = replace(good[1], sampling=replace(good[1].sampling, seed=1))
+    with pytest.raises(ValueError, match=f"of {bad.request_id} is .*drawn again it is"):
+        check_draws(trainer, good[0], bad, good[2])
+
+
 def test_a_record_is_drawn_again() -> None:
     trainer = twins("dense")[0]
     for values in baseline("dense"):

@@ -142,7 +142,10 @@ def config_lines(config: Any) -> dict[str, str]:
     return {f"config.{f.name}": repr(getattr(config, f.name)) for f in fields(config) if f.name not in NO_NUMBERS}
 
 
-def same_config(one: Any, other: Any) -> bool:
-    """Whether two configs agree in every field that can move a byte. A dataclass's own == also wants one class and the same ends."""
+def differences(one: Any, other: Any) -> list[str]:
+    """The fields in which two configs differ of those that can move a byte, with both values: "eps 1e-06 against 0.001".
+
+    A dataclass's own == also wants one class and the same ends.
+    """
     mine, theirs = ({f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_NUMBERS} for config in (one, other))
-    return mine == theirs
+    return [f"{name} {mine.get(name)} against {theirs.get(name)}" for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]

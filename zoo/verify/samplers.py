@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zoo.common.engine import Completion, Engine
+from zoo.common.engine.engine import MAX_BATCH
 from zoo.common.sampling import SamplingParams
 from zoo.verify.subject import Subject
 
@@ -54,7 +55,8 @@ class Embedded:
         memory = self.subject.server.make_memory(2, slots=1)
         # what the requests need and no more: on a GPU the scoring process wants room too
         pages = 1 + sum(memory.pages_for(len(prompt) + p.max_new_tokens) for prompt, p in zip(prompts, params, strict=True))
-        return Engine(self.subject.server, pages=pages, chunk_rows=1024).generate([list(prompt) for prompt in prompts], list(params))
+        engine = Engine(self.subject.server, pages=pages, chunk_rows=1024, max_batch=min(len(prompts), MAX_BATCH))
+        return engine.generate([list(prompt) for prompt in prompts], list(params))
 
     def update(self) -> None: ...
 

@@ -76,9 +76,8 @@ def score_file(path: Path, out: Path, models: _Models) -> None:
         completions = [Completion.from_dict(c) for c in records["completions"]]
         model = models.of(records)
         scores = score(model, completions)
-        for c, again in zip(completions, scores["log_probs"], strict=True):
-            if again == list(c.log_probs):  # where the bytes differ, the ladder counts them
-                check_draws(model, c)
+        # where the bytes differ, the ladder counts them
+        check_draws(model, *(c for c, again in zip(completions, scores["log_probs"], strict=True) if again == list(c.log_probs)))
         answer: dict[str, Any] = {"scores": scores}
     except ValueError as error:
         answer = {"refused": str(error)}

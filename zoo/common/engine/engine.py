@@ -13,7 +13,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from zoo.common.checkpoint import Checkpoint, check_dtypes
-from zoo.common.config import same_config
+from zoo.common.config import differences
 from zoo.common.engine.pages import PagePool
 from zoo.common.engine.record import Completion
 from zoo.common.engine.runner import Runner
@@ -406,8 +406,8 @@ class Engine:
             raise ValueError(f"dtype={dtype} for a model whose weights are {program.torch_dtype}")
         source = Checkpoint.open(path)
         config = self.model.config_class.from_hf(source.config)
-        if not same_config(config, self.model.config):
-            raise ValueError(f"{path} is of another geometry: {config} against {self.model.config}")
+        if other := differences(config, self.model.config):
+            raise ValueError(f"{path} is of another geometry: {', '.join(other)}")
         table = self.model.table_of()
         match = source.match(table)
         check_dtypes(source, match, self.model, table, convert=dtype is not None)

@@ -134,25 +134,36 @@ class Completion:
 
 
 @torch.no_grad()
-def check_draws(model: ForRL, record: Completion) -> None:
-    """Draws every token of a record again from the trainer's rows, with the seed and filters recorded.
+def check_draws(model: ForRL, *records: Completion) -> None:
+    """Draws every token of some records again from the trainer's rows, packed, with the seeds and filters recorded.
 
     ValueError naming the first token that comes out otherwise, or whose log-probabilities differ by a bit.
     """
-    device, count, first = next(model.parameters()).device, len(record.output_ids), len(record.prompt_ids)
-    if not count:
+    drawn_from = [record for record in records if record.output_ids]
+    if not drawn_from:
         return
-    ids_R = torch.tensor(record.prompt_ids + record.output_ids, device=device)
+    device, starts = next(model.parameters()).device, [0]
+    rows_drawn: list[int] = []
+    positions: list[int] = []
+    params: list[SamplingParams] = []
+    for record in drawn_from:
+        first, count = len(record.prompt_ids), len(record.output_ids)
+        rows_drawn += range(starts[-1] + first - 1, starts[-1] + first + count - 1)
+        positions += range(first, first + count)
+        params += [record.sampling] * count
+        starts.append(starts[-1] + first + count)
+    ids_R = torch.tensor([token for record in drawn_from for token in (*record.prompt_ids, *record.output_ids)], device=device)
     with torch.autocast(device.type, enabled=False):
-        rows = Rows.packed(torch.tensor([0, len(ids_R)], device=device))
-        hidden_RD = model.hidden_rows(ids_R, rows, PackedMemory())[first - 1 : -1]
-        sampling = RowSampling.of([record.sampling] * count, list(range(first, first + count)), device)
-        drawn = sample(model.logits(hidden_RD), sampling, model.program)
-    columns = (drawn.token_R.tolist(), drawn.log_prob_R.tolist(), drawn.filtered_log_prob_R.tolist())
-    recorded = zip(record.output_ids, record.log_probs, record.filtered_log_probs, strict=True)
-    for n, (again, given) in enumerate(zip(zip(*columns, strict=True), recorded, strict=True)):
-        if again[0] != given[0] or _hex(again[1:]) != _hex(given[1:]):
-            raise ValueError(f"output token {n} of {record.request_id} is {given}, drawn again it is {again}")
+        hidden_RD = model.hidden_rows(ids_R, Rows.packed(torch.tensor(starts, device=device)), PackedMemory())
+        sampling = RowSampling.of(params, positions, device)
+        drawn = sample(model.logits(hidden_RD[torch.tensor(rows_drawn, device=device)]), sampling, model.program)
+    again = zip(drawn.token_R.tolist(), drawn.log_prob_R.tolist(), drawn.filtered_log_prob_R.tolist(), strict=True)
+    for record in drawn_from:
+        recorded = zip(record.output_ids, record.log_probs, record.filtered_log_probs, strict=True)
+        for n, given in enumerate(recorded):
+            found = next(again)
+            if found[0] != given[0] or _hex(found[1:]) != _hex(given[1:]):
+                raise ValueError(f"output token {n} of {record.request_id} is {given}, drawn again it is {found}")
 
 
 def _hex(values: Sequence[float] | None) -> str | None:
