@@ -44,6 +44,13 @@ CONTRACTS = (
      ("capture_one_shape", "_capture_one_stream", "_resolve_lora_variant", "_make_graph_key")),
     ("capturer.RoutingCapturer", "state_capturer.routed_experts.RoutedExpertsCapturer", ("on_forward_end", "get_topk")),
 )  # fmt: skip
+# SGLang's class, and fields that hooks read of its instances: constructors show them, the class does not
+INSTANCES = (
+    ("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+     ("tp_worker", "is_fully_idle", "scheduler", "offload_tags")),
+    *((f"managers.io_struct.{kind}ReqInput", ("flush_cache",)) for kind in
+      ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC")),
+)  # fmt: skip
 Hook = tuple[str, Callable[..., Any], str]
 
 
@@ -99,6 +106,11 @@ def broken(contracts: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
             if not hasattr(base, name) or not accepts(getattr(mine, name), getattr(base, name)):
                 found.append(f"{ours}.{name}")
     return found
+
+
+def fieldless(instances: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Fields that SGLang's class has no longer."""
+    return [f"{path}.{name}" for path, wanted in instances for name in wanted if name not in inspect.signature(name_of(path)).parameters]
 
 
 def checkpoints(folder: Path) -> dict[str, Path]:
@@ -255,14 +267,14 @@ def report() -> dict[str, Any]:
         "without_register": before,
         "unwrapped": unwrapped(hooks),
         "mismatched": mismatched(hooks),
-        "broken": broken(CONTRACTS),
+        "broken": [*broken(CONTRACTS), *fieldless(INSTANCES)],
         "parsed": [parsed.attention_backend, parsed.sampling_backend],
         "backend": ATTENTION_BACKENDS["zoo"].__module__,
         "sampler": sampler._CUSTOM_SAMPLER_FACTORIES["zoo"].__module__,
         "lacking_outputs": sorted(wanted - outputs),
         "classes": classes,
         "options": options,
-        "controls": [unwrapped([*hooks, absent]), mismatched([narrow]), broken([nowhere])],
+        "controls": [unwrapped([*hooks, absent]), mismatched([narrow]), [*broken([nowhere]), *fieldless([(INSTANCES[0][0], ["step"])])]],
     }
 
 
@@ -287,7 +299,7 @@ def test_every_hook_is_active_and_takes_what_it_is_given(found: dict[str, Any]) 
     # controls: nothing was wrapped before, and what is not there is named
     assert len(found["without_register"]) == found["hooks"] > 0
     absent, narrow, nowhere = found["controls"]
-    assert absent == ["managers.scheduler.Scheduler.no_such_method"] and nowhere == ["backend.PagedBackend.step"]
+    assert absent == ["managers.scheduler.Scheduler.no_such_method"] and nowhere == ["backend.PagedBackend.step", f"{INSTANCES[0][0]}.step"]
     assert narrow == ["managers.scheduler.Scheduler.flush_cache"]
 
 
