@@ -853,7 +853,7 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
     args, model = served(monkeypatch, serving, tmp_path / "weights")
     published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
-    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
+    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set(), is_fully_idle=lambda: True)
     scheduler = types.SimpleNamespace(server_args=args, tp_worker=worker)
 
     def exact() -> bool:
@@ -863,7 +863,7 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
 
     def release(*tags: str) -> None:
         updater.offload_tags |= set(tags)
-        hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
+        hooks.around_release(lambda *given: None, updater, types.SimpleNamespace(tags=list(tags)))
 
     model.load_weights(published)
     model.start(dummy=False)
@@ -969,7 +969,10 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_validate("kept", types.SimpleNamespace(server_args=other), None, []) == "kept"
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
-    assert page.after_release("kept", updater, None) == "kept"
+    assert page.around_release(lambda *given: given, updater, "request") == (updater, "request")
+    assert page.around_update(lambda *given: given, updater, "request") == (updater, "request")
+    scheduler = types.SimpleNamespace(server_args=other)
+    assert page.around_input(lambda *given: given, scheduler, "requests") == (scheduler, "requests")
     assert page.after_resume("kept", updater, None) == "kept"
     weights = types.SimpleNamespace(get_model_runner=lambda: runner)
     assert page.around_update_from_tensor(lambda *given: given, weights, [], "direct") == (weights, [], "direct")

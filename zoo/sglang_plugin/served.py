@@ -55,6 +55,8 @@ class Served(nn.Module):
         self._arrived: set[str] = set()  # published names, until all have been written once
         self.complete = False
         self.checking = False
+        self.refusal: str | None = None  # why no update may write now
+        self.waiting: list[Any] = []  # SGLang's requests that need an idle scheduler
         self.weights = WeightsState(lambda: self.zoo.weights_version[:WEIGHTS_DIGITS])
         self._checked = False
         self._returns_routing = bool(args.enable_return_routed_experts)
@@ -120,8 +122,10 @@ class Served(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Published names, whole tensors, in place: any part of them. A list is checked whole before its first write.
 
-        ValueError in one sentence. While `checking`, the same without a write.
+        ValueError in one sentence, `refusal` if there is one. While `checking`, the same without a write.
         """
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
         if self.checking:
             check(self.zoo, weights)
             return
