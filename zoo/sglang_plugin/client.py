@@ -37,11 +37,16 @@ def fingerprint(server: Any) -> Fingerprint:
 def states(server: Any) -> list[dict[str, Any]]:
     """What the plugin says in each scheduler of a server: fingerprint, and prefill_graph_rows, the prompt rows that graphs have served.
 
-    ValueError if it does not run the plugin.
+    ValueError if nothing answers there, or it does not run the plugin.
     """
     if isinstance(server, str):
-        with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
-            info = json.load(answer)
+        try:
+            with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
+                info = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no SGLang server answers at {server!r}: {error}") from error
+    elif not hasattr(server, "get_server_info"):
+        raise ValueError(f"a server is its address or an sglang.Engine, not {type(server).__name__}")
     else:
         info = server.get_server_info()
     said = [state.get(STATE) for state in info.get("internal_states", ())]
