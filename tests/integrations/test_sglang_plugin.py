@@ -899,6 +899,10 @@ def test_stand_in_fingerprint_of_an_engine() -> None:
 
     mine = {names.STATE: {"fingerprint": PRINTED.to_dict()}}
     assert fingerprint(engine(mine, mine)) == PRINTED
+    with pytest.raises(ValueError, match="no SGLang server answers at 'http://127.0.0.1:1': .*refused"):
+        fingerprint("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="is its address or an sglang.Engine, not object"):
+        fingerprint(object())
     with pytest.raises(ValueError, match="does not run the zoo's backend"):
         fingerprint(engine({"tp_size": 1}))
     with pytest.raises(ValueError, match="weights are released"):
