@@ -63,6 +63,7 @@ ENGINE_PHASES = {
     "updated from disk": False,
     "updated by a process group": True,
 }
+PLAIN_PHASES = ("without filters", "without filters, over HTTP")
 SERVER_PHASES = {
     "over HTTP": False,
     "without filters, over HTTP": False,
@@ -210,6 +211,7 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
             with _replays(server, notes):
                 answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
             diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
+            _drawn(name, answers, notes)
 
     phase("fresh, prompts too", sent=asked, logprob_start_len=0)
     phase("from the cache", sent=asked)
@@ -229,15 +231,23 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
 @contextmanager
 def _replays(server: Any, notes: dict[str, Any]) -> Iterator[None]:
-    """Notes how many prompt rows graphs served in the block: where they are none, nothing of them was proven."""
+    """Notes how many prompt rows graphs served in the block, and tokens they drew: where they are none, nothing of them was proven."""
     from zoo.sglang_plugin.client import states
 
-    def rows() -> int:
-        return sum(state["prefill_graph_rows"] for state in states(server))
+    def counts() -> dict[str, int]:
+        said = states(server)
+        return {name: sum(state[name] for state in said) for name in ("prefill_graph_rows", "drawn_in_graphs")}
 
-    before = rows()
+    before = counts()
     yield
-    notes["prefill_graph_rows"] = rows() - before
+    notes |= {name: count - before[name] for name, count in counts().items()}
+
+
+def _drawn(name: str, answers: Sequence[Any], notes: dict[str, Any]) -> None:
+    """ValueError if decode graphs drew less than half the tokens of a phase without filters: their draws are not proven then."""
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    if name in PLAIN_PHASES and 2 * notes["drawn_in_graphs"] < tokens:
+        raise ValueError(f"decode graphs drew {notes['drawn_in_graphs']} of {tokens} tokens")
 
 
 def _succeeded(answer: Sequence[Any]) -> None:
@@ -405,6 +415,7 @@ def http(model: Model, folder: Path, tokens: int) -> None:
             with _replays(server.url, notes), ThreadPoolExecutor(HTTP_REQUESTS) as pool:
                 answers = list(pool.map(generate, sent))
             diary.keep(name, SERVER_PHASES[name], sent, answers, fingerprint(server.url))
+            _drawn(name, answers, notes)
 
     def released(server: Server, tags: Sequence[str] | None) -> dict[str, Any]:
         """Hands memory back and takes it again; released weights then come from the files."""

@@ -154,6 +154,15 @@ def test_a_phase_that_fails_leaves_the_others(lines: Any, tmp_path: Path, monkey
     assert scored["first"].count.redrawn == 8
 
 
+def test_a_phase_without_filters_must_be_drawn_in_graphs() -> None:
+    answers = [{"meta_info": {"completion_tokens": 96}}, {"meta_info": {"completion_tokens": 192}}]
+    phases._drawn("without filters", answers, {"drawn_in_graphs": 286})
+    phases._drawn("from the cache", answers, {"drawn_in_graphs": 0})
+    for few in (143, 0, -5):
+        with pytest.raises(ValueError, match=f"drew {few} of 288 tokens"):
+            phases._drawn("without filters", answers, {"drawn_in_graphs": few})
+
+
 def test_a_token_of_another_seed_is_no_proof(lines: Any) -> None:
     """Its log-probabilities are right; only drawing it again tells."""
     trainer, good = lines
@@ -220,7 +229,7 @@ def test_requests_mix_lengths_and_every_filter() -> None:
 
 
 def test_requests_without_filters_have_none() -> None:
-    """A batch that once held a filter keeps the filtered draw, so these have a phase of their own."""
+    """Decode graphs draw for batches without filters only, so these have a phase of their own."""
     asked = phases.requests(64, 96, 1000, hybrid=False, kinds=phases.PLAIN)
     params = [p for _, p in asked]
     assert all(set(p) == {"temperature", "max_new_tokens", "ignore_eos"} for p in params)

@@ -17,6 +17,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -852,7 +853,7 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
     args, model = served(monkeypatch, serving, tmp_path / "weights")
     published = [(name, tensor.clone()) for name, tensor in serving.published_tensors()]
     worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
-    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set())
+    updater = types.SimpleNamespace(tp_worker=worker, offload_tags=set(), is_fully_idle=lambda: True)
     scheduler = types.SimpleNamespace(server_args=args, tp_worker=worker)
 
     def exact() -> bool:
@@ -862,7 +863,7 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
 
     def release(*tags: str) -> None:
         updater.offload_tags |= set(tags)
-        hooks.after_release(None, updater, types.SimpleNamespace(tags=list(tags)))
+        hooks.around_release(lambda *given: None, updater, types.SimpleNamespace(tags=list(tags)))
 
     model.load_weights(published)
     model.start(dummy=False)
@@ -898,6 +899,10 @@ def test_stand_in_fingerprint_of_an_engine() -> None:
 
     mine = {names.STATE: {"fingerprint": PRINTED.to_dict()}}
     assert fingerprint(engine(mine, mine)) == PRINTED
+    with pytest.raises(ValueError, match="no SGLang server answers at 'http://127.0.0.1:1': .*refused"):
+        fingerprint("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="is its address or an sglang.Engine, not object"):
+        fingerprint(object())
     with pytest.raises(ValueError, match="does not run the zoo's backend"):
         fingerprint(engine({"tp_size": 1}))
     with pytest.raises(ValueError, match="weights are released"):
@@ -968,7 +973,10 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_validate("kept", types.SimpleNamespace(server_args=other), None, []) == "kept"
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
-    assert page.after_release("kept", updater, None) == "kept"
+    assert page.around_release(lambda *given: given, updater, "request") == (updater, "request")
+    assert page.around_update(lambda *given: given, updater, "request") == (updater, "request")
+    scheduler = types.SimpleNamespace(server_args=other)
+    assert page.around_input(lambda *given: given, scheduler, "requests") == (scheduler, "requests")
     assert page.after_resume("kept", updater, None) == "kept"
     weights = types.SimpleNamespace(get_model_runner=lambda: runner)
     assert page.around_update_from_tensor(lambda *given: given, weights, [], "direct") == (weights, [], "direct")
@@ -1100,6 +1108,65 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         assert torch.equal(eagerly[0], unheard[0]) and not torch.equal(eagerly[1], unheard[1])
     # padded rows leave their routing behind the live ones, where nobody reads
     assert replayed == [64 in captured, 64 in captured, 128 in captured]
+
+
+def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types.SimpleNamespace) -> None:
+    """Model, backend, runner and sampler are the plugin's; a replay runs the captured forward again over the batch that is loaded."""
+    zoo = Qwen3ForServing.from_config(SIZES["tiny"], seed=3, device="cpu")
+    model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
+    torch.nn.Module.__init__(model)
+    model.zoo, model._checked, model._returns_routing = zoo, True, False
+    backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
+    backend.runner = types.SimpleNamespace(model=model)
+    backend.builder, backend.context, backend.device = builder(), 128, "cpu"
+    backend.pool, backend._capturing = dirty_pool(zoo, 12), None
+    for pages in (*backend.pool.k_pages, *backend.pool.v_pages):
+        pages.normal_(generator=torch.Generator().manual_seed(1))  # stands for a history
+    backend.clear_padding()
+    backend.init_cuda_graph_state(4, 4)
+    scheduler_pages.backend = backend
+    runner = scheduler_pages.graphs.BoundedGraphRunner.__new__(scheduler_pages.graphs.BoundedGraphRunner)
+    runner.attn_backend, runner.order = backend, []
+    sampler = scheduler_pages.sampler.RowSampler()
+    sampler.program, sampler.weights = zoo.program, WeightsState(str)
+    static = types.SimpleNamespace(
+        forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True), req_pool_indices=torch.zeros(4, dtype=torch.int64),
+        seq_lens=torch.ones(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64), seq_lens_cpu=torch.tensor([17, 9]),
+        out_cache_loc=torch.zeros(4, dtype=torch.int64),
+    )  # fmt: skip
+    ids = torch.zeros(4, dtype=torch.int64)
+    forward = partial(model.forward, ids, static.positions, static)
+    with backend.capturing(SEGMENT):
+        backend.init_forward_metadata_out_graph(static, in_capture=True)
+        captured = forward()
+    assert set(captured.customized_info) == {names.DRAWN} and not backend.captures
+    assert forward().customized_info is None  # control: an eager step, which leaves the draw to the sampler
+
+    rows = RowSampling.of([SamplingParams(seed=5), SamplingParams(temperature=0.7, seed=6)], [0, 0], "cpu")
+    for asked, by_graph in ((rows, True), (rows, True), (dataclasses.replace(rows, filters=True), False), (None, False)):
+        step = backend.draws.drawn
+        ids[:2] = torch.tensor([4 + step, 9])
+        static.req_pool_indices[:2] = torch.tensor([3, 1])
+        static.seq_lens[:2] = torch.tensor([17 + step, 9])
+        static.positions[:2] = static.seq_lens[:2] - 1
+        static.out_cache_loc[:2] = torch.tensor([slots_of(HELD[3], 17 + step)[-1], slots_of(HELD[1], 9)[-1]])
+        info = object() if asked is None else scheduler_pages.sampler.RowsBatchInfo(rows=asked)
+        assert runner.load_batch(types.SimpleNamespace(sampling_info=info), None) == "as SGLang says"
+        backend.init_forward_metadata_out_graph(static)
+        with backend.capturing(SEGMENT):  # the replay
+            again = forward()
+        packed = captured.customized_info[names.DRAWN].packed.copy_(again.customized_info[names.DRAWN].packed)
+        output = Output(again.next_token_logits[:2])
+        output.customized_info = captured.customized_info
+        if asked is None:
+            continue
+        token = sampler.forward(output, info, True, [0, 0], [None, None], static.positions[:2])
+        wanted = ops.sample(output.next_token_logits, rows.at(torch.arange(2), static.positions[:2] + 1), zoo.program)
+        assert torch.equal(token, wanted.token_R) and torch.equal(output.next_token_logprobs, wanted.log_prob_R)
+        assert backend.draws.drawn - step == (2 if by_graph else 0)
+        # the graph drew in any case: with filters nobody takes it
+        assert torch.equal(packed[:4].view(torch.int64), wanted.token_R)
+    assert runner.order == ["loaded"] * 4 and backend.draws.bound is rows
 
 
 @pytest.mark.interpreted

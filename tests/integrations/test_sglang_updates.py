@@ -19,7 +19,7 @@ from plugin_harness import arguments, judged_options, served
 from torch import Tensor, nn
 
 from zoo.qwen3 import SIZES, Qwen3ForServing
-from zoo.sglang_plugin import check, loading, options, register
+from zoo.sglang_plugin import check, loading, options, register, waiting
 
 Named = list[tuple[str, Tensor]]
 
@@ -107,6 +107,144 @@ def test_stand_in_a_faulty_update_is_answered_and_changes_nothing(
         answer = hooks["around_update_from_tensor"](Updater.from_tensor, updater, published(fresh))
     assert answer[0] and model.fingerprint().weights == fresh.fingerprint().weights
     assert model.weights.writes > writes and not model.weights.flushed
+
+
+class Loop:
+    """SGLang's scheduler and its manager of updates: a finished request counts as running for `tail` more passes of a loop that runs."""
+
+    def __init__(self, args: Any, model: Any, hooks: dict[str, Any] | None, later: bool) -> None:
+        self.server_args, self.model, self.hooks = args, model, hooks
+        self.tail, self.retracted, self._engine_paused = 0, False, False
+        self.tp_worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
+        self.scheduler, self.offload_tags = self, set[str]()
+        self.answers: list[Any] = []
+        self.is_fully_idle: Callable[..., bool] = self.idle if later else lambda: self.idle()
+
+    def idle(self, ignore_waiting: bool = False) -> bool:
+        return self.tail == 0 and (ignore_waiting or not self.retracted)
+
+    def one_pass(self, *requests: Any) -> None:
+        if self.hooks is None:
+            self.process(list(requests))
+        else:
+            self.hooks["around_input"](Loop.process, self, list(requests))
+        if not self._engine_paused:
+            self.tail, self.retracted = max(self.tail - 1, 0), False
+
+    def process(self, requests: list[Any]) -> None:
+        for request in requests:
+            original = Loop.release if request.kind == "release" else Loop.update
+            hook = {Loop.release: "around_release", Loop.update: "around_update"}[original]
+            answer = original(self, request) if self.hooks is None else self.hooks[hook](original, self, request)
+            if answer is not None:
+                self.answers.append(answer)
+
+    def flush(self) -> bool:
+        idle = self.is_fully_idle
+        return idle(ignore_waiting=self._engine_paused) if idle == self.idle else idle()
+
+    def update(self, request: Any) -> tuple[bool, str]:
+        try:
+            self.model.load_weights(request.tensors)
+        except ValueError as error:
+            return False, str(error)
+        if request.flush_cache:
+            assert self.flush(), "Cache flush failed after updating weights"
+        return True, "Success"
+
+    def release(self, request: Any) -> tuple[bool, str]:
+        assert self.flush(), "release_memory_occupation should be called only when server is idle."
+        self.offload_tags |= {"weights"}
+        return True, "released"
+
+
+def request(kind: str, tensors: Named, flush: bool = True) -> Any:
+    return types.SimpleNamespace(kind=kind, tensors=tensors, flush_cache=flush)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_stand_in_right_behind_an_answer_an_update_waits(
+    later: bool, old: Qwen3ForServing, fresh: Qwen3ForServing, hooks: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    args, model = served(monkeypatch, old, tmp_path / "weights")
+
+    def loop(hooked: bool = True, backend: str = "zoo") -> Loop:
+        args.attention_backend = backend
+        model.load_weights(published(old))
+        model.start(dummy=False)
+        made = Loop(args, model, hooks if hooked else None, later)
+        made.tail = 2
+        return made
+
+    update, first = request("update", published(fresh)), old.fingerprint().weights
+    running = loop()
+    running.one_pass(update, request("update", published(old)[:1]))
+    running.one_pass()
+    assert running.answers == [] and model.fingerprint().weights == first and len(model.waiting) == 2
+    running.one_pass()
+    # in their order: the second one's tensor is the last written
+    assert running.answers == [(True, "Success")] * 2 and model.waiting == []
+    expected = dict(published(fresh)) | dict(published(old)[:1])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.zoo.published_tensors(aliases=False))
+    running.one_pass()
+    assert len(running.answers) == 2
+    # nothing to wait for: an idle scheduler, and an update that does not flush
+    idle = loop()
+    idle.tail = 0
+    idle.one_pass(update)
+    assert idle.answers == [(True, "Success")]
+    unflushed = loop()
+    unflushed.one_pass(request("update", published(fresh), flush=False))
+    assert unflushed.answers == [(True, "Success")]
+    # memory is handed back in the same way, and that is a write only then
+    releasing, writes = loop(), model.weights.writes
+    releasing.one_pass(request("release", []))
+    releasing.one_pass()
+    assert releasing.answers == [] and model.weights.writes == writes
+    releasing.one_pass()
+    assert releasing.answers == [(True, "released")] and model.weights.writes == writes + 1
+    # controls: without the hooks, and in another server, SGLang writes and then ends
+    for control in (loop(hooked=False), loop(backend="fa3")):
+        with pytest.raises(AssertionError, match="Cache flush failed"):
+            control.one_pass(update)
+        assert model.fingerprint().weights == fresh.fingerprint().weights
+        with pytest.raises(AssertionError, match="only when server is idle"):
+            control.one_pass(request("release", []))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_stand_in_while_requests_are_paused_an_update_that_flushes_is_refused(
+    later: bool, old: Qwen3ForServing, fresh: Qwen3ForServing, hooks: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    args, model = served(monkeypatch, old, tmp_path / "weights")
+    model.load_weights(published(old))
+    model.start(dummy=False)
+    update = request("update", published(fresh))
+    paused = Loop(args, model, hooks, later)
+    paused.tail, paused._engine_paused = 2, True
+    paused.one_pass(update)
+    assert paused.answers == [(False, waiting.PAUSED)] and "\n" not in waiting.PAUSED
+    assert model.fingerprint().weights == old.fingerprint().weights and model.weights.flushed and model.waiting == []
+    # as when they are paused while it waits
+    paused._engine_paused = False
+    paused.one_pass(update)
+    paused._engine_paused = True
+    paused.one_pass()
+    assert paused.answers == [(False, waiting.PAUSED)] * 2 and model.fingerprint().weights == old.fingerprint().weights
+    # SGLang 0.5.23 flushes behind requests that were retracted, 0.5.17 does not
+    paused.tail, paused.retracted = 0, True
+    paused.one_pass(update)
+    assert paused.answers[2:] == [(True, "Success") if later else (False, waiting.PAUSED)]
+    # sent again, once they go on
+    paused._engine_paused = False
+    paused.one_pass(update)
+    paused.one_pass()
+    assert paused.answers[-1] == (True, "Success") and model.fingerprint().weights == fresh.fingerprint().weights
+    # control: without the hook
+    bare = Loop(args, model, None, later)
+    bare.tail, bare._engine_paused = 2, True
+    with pytest.raises(AssertionError, match="Cache flush failed"):
+        bare.one_pass(update)
 
 
 def test_stand_in_updates_past_the_checks_are_refused(
@@ -236,8 +374,8 @@ def stand_in_hooks(monkeypatch: pytest.MonkeyPatch, lacking: str | None) -> None
             if not hasattr(owner, part):
                 setattr(owner, part, types.SimpleNamespace())
             owner = getattr(owner, part)
-        method = types.SimpleNamespace(__wrapped__=wrapped)
-        setattr(owner, name, wrapped if target == lacking else method)
+        module = "sglang.srt.utils.nvtx_utils" if target == lacking else check.REGISTRY  # a decorator is no hook
+        setattr(owner, name, types.SimpleNamespace(__wrapped__=wrapped, __globals__={"__name__": module}))
 
 
 def test_stand_in_every_hook_is_asserted(monkeypatch: pytest.MonkeyPatch) -> None:

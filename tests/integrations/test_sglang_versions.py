@@ -26,6 +26,7 @@ import pytest
 from plugin_harness import judged_options
 
 from zoo.sglang_plugin import names
+from zoo.sglang_plugin.check import is_hooked
 
 ROOT = Path(__file__).resolve().parents[2]
 # refused options that came with a later SGLang than 0.5.17, or are gone by 0.5.23: a version may lack these and no others
@@ -41,8 +42,15 @@ CONTRACTS = (
     ("sampler.RowSampler", "layers.sampler.Sampler", ("forward", "compute_logprobs_only")),
     ("sampler.RowsBatchInfo", "sampling.sampling_batch_info.SamplingBatchInfo", ("adjusted_filter_batch", "adjusted_merge_batch")),
     ("graphs.BoundedGraphRunner", "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
-     ("capture_one_shape", "_capture_one_stream", "_resolve_lora_variant", "_make_graph_key")),
+     ("capture_one_shape", "_capture_one_stream", "load_batch", "_resolve_lora_variant", "_make_graph_key")),
     ("capturer.RoutingCapturer", "state_capturer.routed_experts.RoutedExpertsCapturer", ("on_forward_end", "get_topk")),
+)  # fmt: skip
+# SGLang's class, and fields that hooks read of its instances: constructors show them, the class does not
+INSTANCES = (
+    ("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+     ("tp_worker", "is_fully_idle", "scheduler", "offload_tags")),
+    *((f"managers.io_struct.{kind}ReqInput", ("flush_cache",)) for kind in
+      ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC")),
 )  # fmt: skip
 Hook = tuple[str, Callable[..., Any], str]
 
@@ -60,7 +68,7 @@ def unwrapped(hooks: Sequence[Hook]) -> list[str]:
         except (ImportError, AttributeError):
             absent.append(target)
         else:
-            if not hasattr(found, "__wrapped__"):
+            if not is_hooked(found):
                 absent.append(target)
     return absent
 
@@ -99,6 +107,11 @@ def broken(contracts: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
             if not hasattr(base, name) or not accepts(getattr(mine, name), getattr(base, name)):
                 found.append(f"{ours}.{name}")
     return found
+
+
+def fieldless(instances: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Fields that SGLang's class has no longer."""
+    return [f"{path}.{name}" for path, wanted in instances for name in wanted if name not in inspect.signature(name_of(path)).parameters]
 
 
 def checkpoints(folder: Path) -> dict[str, Path]:
@@ -255,14 +268,14 @@ def report() -> dict[str, Any]:
         "without_register": before,
         "unwrapped": unwrapped(hooks),
         "mismatched": mismatched(hooks),
-        "broken": broken(CONTRACTS),
+        "broken": [*broken(CONTRACTS), *fieldless(INSTANCES)],
         "parsed": [parsed.attention_backend, parsed.sampling_backend],
         "backend": ATTENTION_BACKENDS["zoo"].__module__,
         "sampler": sampler._CUSTOM_SAMPLER_FACTORIES["zoo"].__module__,
         "lacking_outputs": sorted(wanted - outputs),
         "classes": classes,
         "options": options,
-        "controls": [unwrapped([*hooks, absent]), mismatched([narrow]), broken([nowhere])],
+        "controls": [unwrapped([*hooks, absent]), mismatched([narrow]), [*broken([nowhere]), *fieldless([(INSTANCES[0][0], ["step"])])]],
     }
 
 
@@ -287,7 +300,7 @@ def test_every_hook_is_active_and_takes_what_it_is_given(found: dict[str, Any]) 
     # controls: nothing was wrapped before, and what is not there is named
     assert len(found["without_register"]) == found["hooks"] > 0
     absent, narrow, nowhere = found["controls"]
-    assert absent == ["managers.scheduler.Scheduler.no_such_method"] and nowhere == ["backend.PagedBackend.step"]
+    assert absent == ["managers.scheduler.Scheduler.no_such_method"] and nowhere == ["backend.PagedBackend.step", f"{INSTANCES[0][0]}.step"]
     assert narrow == ["managers.scheduler.Scheduler.flush_cache"]
 
 

@@ -751,6 +751,8 @@ def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
     stored, model = Checkpoint.open(tmp_path / "zoo").tensors, load(published)
     assert set(stored) == {name for name, _ in model.named_parameters()}
     assert all(torch.equal(stored[name].read(), p) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="convert --to hf` makes a checkpoint that loads"):
+        load(tmp_path / "zoo")
     convert(tmp_path / "zoo", tmp_path / "back", "hf")
     assert differences(str(published), str(tmp_path / "back")) == []
     with pytest.raises(ValueError, match="not in the zoo's naming"):

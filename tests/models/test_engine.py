@@ -737,7 +737,10 @@ def test_records_are_drawn_again_together() -> None:
     check_draws(trainer, *good)
     check_draws(trainer)
     bad = replace(good[1], sampling=replace(good[1].sampling, seed=1))
-    with pytest.raises(ValueError, match=f"of {bad.request_id} is .*drawn again it is"):
+    other = replace(good[2], versions=(*good[2].versions[:-1], "0" * 32))
+    with pytest.raises(ValueError, match=f"output token 6 of request '{other.request_id}' was drawn by weights 0{{32}}, this model has"):
+        check_draws(trainer, good[0], other)
+    with pytest.raises(ValueError, match=f"of request '{bad.request_id}' is .*drawn again it is"):
         check_draws(trainer, good[0], bad, good[2])
 
 
@@ -754,7 +757,7 @@ def test_a_record_is_drawn_again() -> None:
     bit = tuple(torch.nextafter(torch.tensor(seeded.log_probs), torch.tensor(-100.0)).tolist())
     swapped = (*seeded.output_ids[:-1], seeded.output_ids[-1] ^ 1)
     for wrong in (other, replace(seeded, log_probs=bit), replace(seeded, output_ids=swapped)):
-        with pytest.raises(ValueError, match="output token . of 0 is .*, drawn again it is"):
+        with pytest.raises(ValueError, match="output token . of request '0' is .*, drawn again it is"):
             check_draws(trainer, wrong)
 
 

@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from zoo.common.serving import ForServing
+from zoo.sglang_plugin.draws import GraphDraws
 from zoo.sglang_plugin.memory import GraphSteps, KeyValuePool, PrefillSteps, Step, StepBuilder
 
 SHORT = 32  # up to so many lengths Python's max is faster than the tensor's, and a decode step asks three times
@@ -45,6 +46,7 @@ class PagedBackend(AttentionBackend):
             self.req_to_token_pool.req_to_token, runner.page_size, program.key_segment(config.head_dim), config.positions
         )
         self.graphs: GraphSteps | None = None
+        self.draws: GraphDraws | None = None  # with graphs
         self.prefills: PrefillSteps | None = None  # of the graph runner; none where graphs are disabled
         self._capturing: int | None = None
 
@@ -74,6 +76,7 @@ class PagedBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graphs = GraphSteps(self.builder, max_bs, self.context, self.device)
+        self.draws = GraphDraws(max_bs, self.runner.model.zoo.program, self.device)
         self.prefills = None  # a runner that captures again lets the old ones go first
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -83,6 +86,11 @@ class PagedBackend(AttentionBackend):
         """Which captured bound serves these lengths."""
         assert self.graphs is not None
         return self.graphs.length_for(self.context if seq_lens_cpu is None else longest(seq_lens_cpu))
+
+    @property
+    def captures(self) -> bool:
+        """Whether the forward now running is captured, or warms that up."""
+        return self._capturing is not None
 
     @contextmanager
     def capturing(self, length: int) -> Iterator[None]:

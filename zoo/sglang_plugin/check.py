@@ -11,6 +11,8 @@ from torch.nn.modules import module as every_module
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.options import CHECKED
 
+REGISTRY = "sglang.srt.plugins.hook_registry"
+
 
 def assert_hooked() -> None:
     """RuntimeError naming the first hook that is not active in this process: SGLang only logs one that it could not apply."""
@@ -21,8 +23,13 @@ def assert_hooked() -> None:
             found = pkgutil.resolve_name(f"{SRT}.{target}")
         except (ImportError, AttributeError):
             found = None
-        if not hasattr(found, "__wrapped__"):
+        if not is_hooked(found):
             raise RuntimeError(f"the hook on {target} is not active: this SGLang has no such method, or its plugins were not loaded")
+
+
+def is_hooked(method: Any) -> bool:
+    """Whether the outermost function is SGLang's registry's: its decorators leave `__wrapped__` too."""
+    return hasattr(method, "__wrapped__") and getattr(method, "__globals__", {}).get("__name__") == REGISTRY
 
 
 def assert_unhooked(model: nn.Module) -> None:

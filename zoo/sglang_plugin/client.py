@@ -35,13 +35,20 @@ def fingerprint(server: Any) -> Fingerprint:
 
 
 def states(server: Any) -> list[dict[str, Any]]:
-    """What the plugin says in each scheduler of a server: fingerprint, and prefill_graph_rows, the prompt rows that graphs have served.
+    """What the plugin says in each scheduler of a server: fingerprint; prefill_graph_rows, the prompt rows that graphs have
+    served; drawn_in_graphs, the rows without filters that decode graphs have drawn for (of a request's N tokens N - 1, as its prefill
+    drew the first, and under overlap scheduling one that nobody gets).
 
-    ValueError if it does not run the plugin.
+    ValueError if nothing answers there, or it does not run the plugin.
     """
     if isinstance(server, str):
-        with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
-            info = json.load(answer)
+        try:
+            with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
+                info = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no SGLang server answers at {server!r}: {error}") from error
+    elif not hasattr(server, "get_server_info"):
+        raise ValueError(f"a server is its address or an sglang.Engine, not {type(server).__name__}")
     else:
         info = server.get_server_info()
     said = [state.get(STATE) for state in info.get("internal_states", ())]

@@ -12,6 +12,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from zoo.sglang_plugin.backend import PagedBackend
 from zoo.sglang_plugin.memory import PrefillSteps
 from zoo.sglang_plugin.options import resolved
+from zoo.sglang_plugin.sampler import RowsBatchInfo
 from zoo.sglang_plugin.served import Served
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ class BoundedGraphRunner(DecodeCudaGraphRunner):
     """SGLang's runner, with its graph variants (made for LoRA, which is refused) used for lengths.
 
     The bytes of a row don't depend on the bound: a sequence within one segment has one part, and one part merges into itself.
+    They draw as well (`GraphDraws`), with the parameters of the batch that is loaded.
     Prefill graphs live in it too, so they are captured, released, resumed and captured again with decode's. SGLang still takes a
     prefill for an eager one; `Served.forward` replays.
     """
@@ -49,6 +51,13 @@ class BoundedGraphRunner(DecodeCudaGraphRunner):
             self.backend.capture_one(key, partial(model.hidden_rows, step.padded.ids_R, step.step, backend))
             prefills.replays[count] = partial(self.backend.replay, key, None)
         logger.info("zoo: prefill captured for %s rows, sequences of up to %d tokens", [*prefills.replays][::-1] or "no", length)
+
+    def load_batch(self, forward_batch: Any, *more: Any, **named: Any) -> Any:
+        loaded = super().load_batch(forward_batch, *more, **named)
+        info, draws = forward_batch.sampling_info, self.attn_backend.draws
+        assert draws is not None
+        draws.bind(info.rows if isinstance(info, RowsBatchInfo) else None)
+        return loaded
 
     def _resolve_lora_variant(self, forward_batch: Any) -> str:
         return str(self.attn_backend.graph_length(forward_batch.seq_lens_cpu))

@@ -22,9 +22,14 @@ hooked method at all, who notices is said here.
 - around SchedulerBatchResultProcessor.process_batch_result_prefill: a request that was retracted before its prefill's result is read
   keeps its first log-probability, and those behind it in the batch their own prompts'. The client's `record` refuses lists of other
   lengths than the answer's.
-- after SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
-  content hash is forgotten, and no cached row is of them.
-- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again.
+- around SchedulerWeightUpdaterManager.release_memory_occupation: memory comes back without the weights, which is a write: their
+  content hash is forgotten, and no cached row is of them. Behind an answer it waits until its request no longer counts as running,
+  where SGLang asserts.
+- after SchedulerWeightUpdaterManager.resume_memory_occupation: what padding rows read (request 0, page 0, slot 0) is zero again,
+  and decode graphs are given their rows' parameters anew.
+- around SchedulerWeightUpdaterManager.update_weights_from_tensor, _disk, _distributed and _ipc: one that flushes the cache waits in the
+  same way, or is refused while requests are paused, where SGLang writes and then asserts that it could flush.
+- around Scheduler.process_input_requests: what waited is dispatched again. Without it such a call is not answered.
 - around WeightUpdater.update_weights_from_tensor and update_weights_from_disk: a faulty update is answered, where SGLang would end
   the scheduler or write a part; one that would not pass the model's checks is refused.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
@@ -42,6 +47,7 @@ from zoo.sglang_plugin.options import DUMMY, around_resolution
 from zoo.sglang_plugin.parser import register_parser
 from zoo.sglang_plugin.results import around_prefill_result
 from zoo.sglang_plugin.slots import around_alloc_decode, around_alloc_extend
+from zoo.sglang_plugin.waiting import around_input, around_update, waits_for_release
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +88,10 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("state_capturer.routed_experts.RoutedExpertsCapturer.create", around_create, "AROUND"),
         (RESULTS + "._maybe_collect_routed_experts", around_collect, "AROUND"),
         (RESULTS + ".process_batch_result_prefill", around_prefill_result, "AROUND"),
-        (MEMORY + ".release_memory_occupation", after_release, "AFTER"),
+        (MEMORY + ".release_memory_occupation", around_release, "AROUND"),
         (MEMORY + ".resume_memory_occupation", after_resume, "AFTER"),
+        *((f"{MEMORY}.update_weights_from_{source}", around_update, "AROUND") for source in ("tensor", "disk", "distributed", "ipc")),
+        ("managers.scheduler.Scheduler.process_input_requests", around_input, "AROUND"),
         (UPDATER + ".update_weights_from_tensor", around_update_from_tensor, "AROUND"),
         (UPDATER + ".update_weights_from_disk", around_update_from_disk, "AROUND"),
         ("managers.scheduler.Scheduler.flush_cache", after_flush, "AFTER"),
@@ -172,7 +180,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         runner = scheduler.tp_worker.model_runner
-        prefills = runner.attn_backend.prefills
+        draws, prefills = runner.attn_backend.draws, runner.attn_backend.prefills
         printed = None
         if not released:
             assert_unhooked(runner.model)  # SGLang has options that register some after the model was loaded
@@ -180,22 +188,33 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         result.internal_state[STATE] = {
             "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
+            "drawn_in_graphs": 0 if draws is None else draws.drawn,
         }
     return result
 
 
-def after_release(result: Any, updater: Any, recv_req: Any) -> Any:
+def around_release(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """SGLang's answer, or None while the request waits for an idle scheduler."""
     runner = updater.tp_worker.model_runner
+    if runner.server_args.attention_backend not in PROGRAMS:
+        return original(updater, recv_req)
+    if waits_for_release(updater, recv_req):
+        return None
+    result = original(updater, recv_req)
     # at every release while they are away: SGLang flushes when the pages follow, and that makes nothing exact
-    if runner.server_args.attention_backend in PROGRAMS and WEIGHTS_MEMORY in updater.offload_tags:
+    if WEIGHTS_MEMORY in updater.offload_tags:
         runner.model.overwrite()
     return result
 
 
 def after_resume(result: Any, updater: Any, recv_req: Any) -> Any:
     runner = updater.tp_worker.model_runner
-    if runner.server_args.attention_backend in PROGRAMS and (not recv_req.tags or KV_MEMORY in recv_req.tags):
-        runner.attn_backend.clear_padding()
+    if runner.server_args.attention_backend in PROGRAMS:
+        backend = runner.attn_backend
+        if not recv_req.tags or KV_MEMORY in recv_req.tags:
+            backend.clear_padding()
+        if backend.draws is not None:
+            backend.draws.bound = None  # a batch that was paused keeps its rows, the columns are whatever came back
     return result
 
 

@@ -15,23 +15,30 @@ from zoo.common import ops
 from zoo.common.program import Program
 from zoo.common.sampling import RowSampling
 from zoo.sglang_plugin.columns import HostColumn, SharedColumn, WeightsColumn, WeightsState, joined, on_device
-from zoo.sglang_plugin.names import FILTERED, WEIGHTS
+from zoo.sglang_plugin.draws import taken
+from zoo.sglang_plugin.names import DRAWN, FILTERED, WEIGHTS
 from zoo.sglang_plugin.requests import sampling_params
 
 
 @dataclasses.dataclass
 class RowsBatchInfo(SamplingBatchInfo):
-    """SGLang's batch of parameters, and the same requests' rows of the zoo's sampler (positions are filled in at each step)."""
+    """SGLang's batch of parameters, and the same requests' rows of the zoo's sampler (positions are filled in at each step).
+
+    bounds  (scales, filters) of each request: a batch that lost its last filter is one without
+    """
 
     rows: RowSampling | None = None
+    bounds: list[tuple[bool, bool]] = dataclasses.field(default_factory=list)
 
     def adjusted_filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
         assert self.rows is not None
-        self.rows = self.rows[keep_indices_device]
+        self.bounds = [self.bounds[i] for i in keep_indices]
+        scales, filters = map(any, zip(*self.bounds, strict=True))
+        self.rows = dataclasses.replace(self.rows[keep_indices_device], scales=scales, filters=filters)
 
     def adjusted_merge_batch(self, other: SamplingBatchInfo) -> None:
         assert self.rows is not None and isinstance(other, RowsBatchInfo) and other.rows is not None
-        self.rows = joined(self.rows, other.rows)
+        self.rows, self.bounds = joined(self.rows, other.rows), self.bounds + other.bounds
 
 
 def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device | str) -> RowsBatchInfo:
@@ -40,12 +47,14 @@ def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device
     rows = RowSampling.of(params, [0] * len(params), "cpu")
     moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
     fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
-    return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters))
+    bounds = [(p.scales, p.filters) for p in params]
+    return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters), bounds=bounds)
 
 
 class RowSampler(stock.Sampler):
-    """Draws by `ops.sample`. FP32 log-probabilities after the temperature in SGLang's field, after the filters too in FILTERED.
+    """Draws by `ops.sample`, or takes what a decode graph drew by it.
 
+    FP32 log-probabilities after the temperature in SGLang's field, after the filters too in FILTERED.
     `program` and `weights` are set once the model is loaded.
     """
 
@@ -70,11 +79,13 @@ class RowSampler(stock.Sampler):
         if not isinstance(sampling_info, RowsBatchInfo) or sampling_info.rows is None:
             raise RuntimeError("the zoo's sampler got a batch without its rows: the hook on SamplingBatchInfo is not active")
         logits_RV = logits_output.next_token_logits
-        rows = dataclasses.replace(sampling_info.rows, position_R=positions.long() + 1)
-        drawn = ops.sample(logits_RV, rows, self.program)
+        rows = sampling_info.rows
+        drawn = taken((logits_output.customized_info or {}).get(DRAWN), rows, len(logits_RV))
+        if drawn is None:
+            drawn = ops.sample(logits_RV, dataclasses.replace(rows, position_R=positions.long() + 1), self.program)
         # without filters it is the column that SGLang copies anyway
         shared = return_logprob and drawn.filtered_log_prob_R is drawn.log_prob_R
-        # always, since a request's list must have one entry for each of its tokens
+        # always, since a request's list must have one entry for each of its tokens; anew, since a graph's is one over all replays
         logits_output.customized_info = {
             FILTERED: SharedColumn(logits_output) if shared else HostColumn(drawn.filtered_log_prob_R),
             WEIGHTS: WeightsColumn(self.weights),

@@ -25,7 +25,7 @@ from zoo.sglang_plugin.capturer import capturer
 from zoo.sglang_plugin.columns import WeightsColumn, WeightsState
 from zoo.sglang_plugin.loading import absent, check, load
 from zoo.sglang_plugin.memory import KeyValuePool, Step
-from zoo.sglang_plugin.names import PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
+from zoo.sglang_plugin.names import DRAWN, PROGRAMS, WEIGHTS, WEIGHTS_DIGITS
 from zoo.sglang_plugin.scores import prompt_scores
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class Served(nn.Module):
         self._arrived: set[str] = set()  # published names, until all have been written once
         self.complete = False
         self.checking = False
+        self.refusal: str | None = None  # why no update may write now
+        self.waiting: list[Any] = []  # SGLang's requests that need an idle scheduler
         self.weights = WeightsState(lambda: self.zoo.weights_version[:WEIGHTS_DIGITS])
         self._checked = False
         self._returns_routing = bool(args.enable_return_routed_experts)
@@ -75,7 +77,10 @@ class Served(nn.Module):
             self._check(backend)
         step = backend.step
         if forward_batch.forward_mode.is_decode_or_idle():
-            return LogitsProcessorOutput(next_token_logits=self.zoo.logits(self.hidden_rows(input_ids, step, backend)))
+            output = LogitsProcessorOutput(next_token_logits=self.zoo.logits(self.hidden_rows(input_ids, step, backend)))
+            if backend.captures:
+                output.customized_info = {DRAWN: backend.draws.draw(output.next_token_logits, positions)}
+            return output
         hidden_RD = backend.prefills.push(input_ids, step) if backend.prefills is not None else None
         if hidden_RD is None:
             hidden_RD = self.hidden_rows(input_ids, step, backend)
@@ -117,8 +122,10 @@ class Served(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Published names, whole tensors, in place: any part of them. A list is checked whole before its first write.
 
-        ValueError in one sentence. While `checking`, the same without a write.
+        ValueError in one sentence, `refusal` if there is one. While `checking`, the same without a write.
         """
+        if self.refusal is not None:
+            raise ValueError(self.refusal)
         if self.checking:
             check(self.zoo, weights)
             return

@@ -137,11 +137,16 @@ class Completion:
 def check_draws(model: ForRL, *records: Completion) -> None:
     """Draws every token of some records again from the trainer's rows, packed, with the seeds and filters recorded.
 
-    ValueError naming the first token that comes out otherwise, or whose log-probabilities differ by a bit.
+    ValueError naming the first token that other weights drew, that comes out otherwise, or whose log-probabilities differ by a bit.
     """
     drawn_from = [record for record in records if record.output_ids]
     if not drawn_from:
         return
+    mine = model.weights_version
+    for record in drawn_from:
+        for n, version in enumerate(record.output_versions):
+            if version != mine:
+                raise ValueError(f"output token {n} of request {record.request_id!r} was drawn by weights {version}, this model has {mine}")
     device, starts = next(model.parameters()).device, [0]
     rows_drawn: list[int] = []
     positions: list[int] = []
@@ -163,7 +168,7 @@ def check_draws(model: ForRL, *records: Completion) -> None:
         for n, given in enumerate(recorded):
             found = next(again)
             if found[0] != given[0] or _hex(found[1:]) != _hex(given[1:]):
-                raise ValueError(f"output token {n} of {record.request_id} is {given}, drawn again it is {found}")
+                raise ValueError(f"output token {n} of request {record.request_id!r} is {given}, drawn again it is {found}")
 
 
 def _hex(values: Sequence[float] | None) -> str | None:
