@@ -114,7 +114,7 @@ def test_biased_route(choice: Choice) -> None:
 @pytest.mark.parametrize("page_size", [None, 16, 5])
 @pytest.mark.parametrize(("heads", "width", "top_k"), [(1, 8, 4), (5, 13, 16), (32, 16, 7), (3, 8, 64)])
 def test_select(monkeypatch: pytest.MonkeyPatch, page_size: int | None, heads: int, width: int, top_k: int) -> None:
-    monkeypatch.setattr(select_kernels, "SCORES", 400)  # so that rows are scored a few at a time
+    monkeypatch.setattr(select_kernels, "HELD", 400)  # so that rows are scored a few at a time
     q, weights, keys = quarters(8, 50, heads, width), quarters(9, 50, heads), quarters(10, 50, width)
     weights[4], keys[3, 0] = torch.nan, torch.inf
     rows, table = packed(), None

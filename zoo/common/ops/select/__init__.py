@@ -20,7 +20,8 @@ CONTRACT = Contract(
     "else the top_k by descending score, the lower position first among equals, -0 as +0, NaN as -inf",
     laws=("row", "split", "place", "repeat"),
     backward="none: integers have no gradient, and a published indexer is not trained",
-    launch="training reads packed rows, serving reads pages; rows are scored in blocks, so no [R, R] scores are held",
+    launch="training reads packed rows, serving reads pages; rows are scored in blocks, so no [R, R] scores are held; nothing is scored "
+    "where no sequence can be longer than top_k",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:select", f"{__name__}.reference:select", defining=True),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:select", f"{__name__}.kernels:select", defining=True),

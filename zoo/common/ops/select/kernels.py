@@ -1,4 +1,7 @@
-"""select on CUDA: a kernel scores blocks of rows against tiles of keys; the choice is by integer keys, which are all different."""
+"""select on CUDA: a kernel scores blocks of rows against tiles of keys; the choice is by integer keys, which are all different.
+
+Nothing waits for the device: the host knows an upper bound of the lengths, which is the width of the scores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from zoo.common.ops.trees import padded_width
 from zoo.common.rows import Rows
 
 KEY_TILE = 64
-SCORES = 1 << 26  # held at a time
+HELD = 1 << 26  # integers of 8 bytes held at a time: a row's scores, and the choice and its sort, four times top_k
 NOWHERE = torch.iinfo(torch.int64).min
 
 
@@ -59,14 +62,17 @@ def _index_scores(
 
 
 def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tensor | None, rows: Rows, top_k: int) -> Tensor:
-    """Scores [rows, longest sequence] are held for as many rows at a time as SCORES allows; the host's bound is their width."""
+    """positions_RK. Scores [rows, longest sequence] are held for as many rows at a time as HELD allows."""
     count, heads, width = q_RHE.shape
-    columns = max(rows.max_length, top_k)
+    if rows.max_length <= top_k:  # nothing to choose
+        place = torch.arange(top_k, dtype=torch.int32, device=q_RHE.device)
+        return torch.where(place <= rows.positions_R[:, None], place, -1)
+    columns = rows.max_length
     q = q_RHE if q_RHE.stride(2) == 1 else q_RHE.contiguous()
     weights = weights_RH if weights_RH.stride(1) == 1 else weights_RH.contiguous()
     table = rows.starts_N1 if page_table_NB is None else page_table_NB
     out = torch.empty(count, top_k, dtype=torch.int32, device=q.device)
-    step = max(1, SCORES // columns)
+    step = max(1, HELD // (columns + 4 * top_k))
     for first in range(0, count, step):
         block = min(step, count - first)
         key_RT = torch.empty(block, columns, dtype=torch.int64, device=q.device)

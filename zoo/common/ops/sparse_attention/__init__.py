@@ -19,11 +19,11 @@ CONTRACT = Contract(
     "last) -> o_RHV; keys are whole rows, values their first V columns",
     rounds="probabilities to the program's dtype before the product with values; the output once",
     adds="the list in tiles of 64 lanes, ascending: scores with C ascending in one FP32 accumulator, the row sum by the adjacent-pair tree "
-    "over a tile, values in one FP32 accumulator a tile; one pass over the whole list",
+    "over a tile, values in FP32 a tile after another, each behind the sum of those before times exp(their peak - the new one)",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="closed form in FP32 from the saved log-sum-exp, query rows in blocks, so a latent row's gradient adds in row order",
-    launch="heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at once; lanes without a position "
-    "read nothing and change nothing",
+    launch="one pass over the whole list; heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at once; "
+    "lanes without a position read nothing and change nothing",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:sparse_attention", f"{__name__}.backward:sparse_attention_backward",

@@ -1,4 +1,8 @@
-"""sparse_attention on CUDA: one program a row and block of heads, lanes of its list in tiles of 64, ascending."""
+"""sparse_attention on CUDA: one program a row and block of heads, lanes of its list in tiles of 64, ascending.
+
+`list_tiles` has one accumulator of values: what the tiles before gave, times exp(their peak - the new one), is where a tile's product
+begins.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +59,7 @@ def _sparse_attention(
         v = tl.load(
             latent_ptr + source[:, None] * WIDTH + value_column[None, :], mask=live[:, None] & (value_column[None, :] < VALUES), other=0.0
         )
-        product = tl.dot(weight.to(v.dtype), v, tl.zeros((BLOCK_H, BLOCK_V), dtype=tl.float32), input_precision="ieee")
-        acc = acc * keep[:, None] + product
+        acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         peak = top
         tile += LANES
         more = tl.load(positions_ptr + row * listed + tl.minimum(tile, listed - 1)) >= 0
