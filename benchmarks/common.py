@@ -279,7 +279,7 @@ def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type
 
 def has_slots(config: Any) -> bool:
     """Whether the model has recurrent layers: a sequence's state then lies in a slot beside its pages."""
-    return "full" in vars(config)
+    return "value_heads" in vars(config)
 
 
 def in_parallel(module: str, arguments: Sequence[Sequence[str]], seconds: float) -> None:

@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,16 +61,18 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _rival(arch: str) -> Program:
+def _rival(arch: str, trainer: type[Any]) -> Program:
     """`unaligned`, or, where a library that it needs is missing, the same with our own kernel for that op, and said so."""
-    program = resolve("unaligned", "cuda", torch.bfloat16)
+    program = resolve("unaligned", "cuda", torch.bfloat16, trainer.contributors)
+    if arch == "glm5":
+        print("rival: select and sparse_attention are ours in it too; products and experts are not", flush=True)
     if arch.startswith("qwen3_5"):
         provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == UNALIGNED_CUDA["gated_delta"])
         try:
             provider.function("serve")
         except (ImportError, AttributeError) as error:
             print(f"rival: gated_delta stays aligned ({first_line(error)})", flush=True)
-            return mixed(["gated_delta"])
+            return mixed(["gated_delta"], trainer.contributors)
     return program
 
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--device cpu runs references on a wall clock: add --smoke")
         if given.tokens < 2:
             raise ValueError(f"--tokens {given.tokens}: the last token has no next one, so 2 are needed")
-        few = 4 if given.arch.startswith("qwen3_5") else 2
+        few = 2 if given.arch in ("qwen3", "qwen3_moe") else 4  # every kind of layer
         config, trainer, server = geometry(given.arch, given.size, few if given.compile_only else given.layers)
         batches = numbers(given.batches or ("1,8,32" if given.arch.startswith("qwen3_5") else "1,8,64"))
         contexts = numbers(given.contexts)
@@ -115,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     budget, device = Budget(given.budget), torch.device(given.device)
-    aligned, cuda = resolve("aligned", device, torch.bfloat16), device.type == "cuda"
-    bench_rival = _rival(given.arch) if cuda else None
+    aligned, cuda = resolve("aligned", device, torch.bfloat16, trainer.contributors), device.type == "cuda"
+    bench_rival = _rival(given.arch, trainer) if cuda else None
     providers: dict[str, str] = {}
     if cuda:
         with torch.device("meta"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import has_slots, table
+from benchmarks.common import table
 from benchmarks.models_bench import Bench, free, turns, twin
 from benchmarks.models_parts import decoders
 from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program
@@ -24,9 +24,9 @@ class Mixed(Program):
         return (ALIGNED_CUDA if op in self.switched else UNALIGNED_CUDA)[op]
 
 
-def mixed(switched: Sequence[str]) -> Mixed:
+def mixed(switched: Sequence[str], contributors: int = 8) -> Mixed:
     segments = KEY_SEGMENTS["cuda"] if "attention" in switched else ()
-    return Mixed("unaligned", "cuda", "bfloat16", key_segments=segments, switched=tuple(sorted(switched)))
+    return Mixed("unaligned", "cuda", "bfloat16", key_segments=segments, contributors=contributors, switched=tuple(sorted(switched)))
 
 
 def switchable(names: Sequence[str]) -> list[str]:
@@ -46,10 +46,10 @@ def ablate(bench: Bench, batches: Sequence[int], context: int, documents: int, l
     """Switches one op at a time from the unaligned to the aligned class, in a decode step and in scoring."""
     assert bench.rival is not None
     base = bench.rival.switched if isinstance(bench.rival, Mixed) else ()
-    names = [op for op in switchable(_ops_of(bench)) if op not in base]
+    names = [op for op in switchable(bench.trainer.used_ops(bench.config)) if op not in base]
     programs: dict[str, Program] = {
         "unaligned": bench.rival,
-        **{op: mixed([*base, op]) for op in names},
+        **{op: mixed([*base, op], bench.aligned.contributors) for op in names},
         "aligned": bench.aligned,
     }
     with torch.no_grad():
@@ -77,8 +77,3 @@ def _shares(bench: Bench, what: str, times: dict[str, float], **more: Any) -> No
     where = ", ".join(f"{key} {value}" for key, value in more.items())
     print(f"{what} ({where}): unaligned {times['unaligned']:.1f} us, aligned {times['aligned']:.1f} us")
     print(table([[f["op"], f["added_us"], f["share"]] for f in found], ("switched to aligned", "added us", "share")), flush=True)
-
-
-def _ops_of(bench: Bench) -> list[str]:
-    names = ["linear", "attention"]
-    return names + (["experts"] if bench.config.experts else []) + (["gated_delta"] if has_slots(bench.config) else [])

@@ -15,18 +15,21 @@ from zoo.common.ops.contract import Contract
 from zoo.common.program import Program
 
 
-def log_prob_of(bench: Bench, program: Program, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities [T - 1] of each next token by the trainer on `program`, and the experts [T, K] of each mixture as it ran."""
+def log_prob_of(bench: Bench, program: Program, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Log-probabilities [T - 1] of each next token by the trainer on `program`; the experts [T, K] of each mixture, the tokens of each index."""
     routes: list[Tensor] = []
+    selected: list[Tensor] = []
 
     def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:
-        if contract.name == "route":
+        if contract.name in ("route", "biased_route"):
             routes.append(result[1])
+        if contract.name == "select":
+            selected.append(result)
 
     model = twin(bench.source, bench.trainer, program).eval()
     with ops.watch(observe):
         scored = model.score(ids, torch.tensor([0, len(ids)], device=ids.device))
-    return scored[:-1], routes
+    return scored[:-1], routes, selected
 
 
 @torch.no_grad()
@@ -38,7 +41,8 @@ def accuracy(bench: Bench, tokens: int) -> None:
     rerouted                    rows of all mixtures (`routed` of them) that went to other experts than in float64: chance, and more
                                 of an error than any rounding
     rival_differs               log-probabilities with other bytes than ours: none where cuBLAS splits no product and keys fill one segment
-    same_experts_error_vs_fp64  the relative error against the float64 model whose mixtures are given the program's experts
+    same_experts_error_vs_fp64  the relative error against the float64 model whose mixtures are given the program's experts, and whose
+                                indices its tokens
 
     A rival that fails is named in `failed` and left out; ours failing raises.
     """
@@ -54,7 +58,7 @@ def accuracy(bench: Bench, tokens: int) -> None:
     for name, program in bench.programs.items():
         prefix = "" if name == "aligned" else "rival_"
         try:
-            found, routes = log_prob_of(bench, program, ids)
+            found, routes, selected = log_prob_of(bench, program, ids)
             free(bench)  # waits: an error on the device shows here
         except Exception as error:  # whatever a rival fails with
             if name == "aligned":
@@ -67,7 +71,7 @@ def accuracy(bench: Bench, tokens: int) -> None:
         own = found
         more[f"{prefix}max_error_vs_fp64"] = float((found.double() - exact).abs().max())
         if routes:
-            given = next_log_prob(float64_of(bench.source, routes).logits(ids), ids)
+            given = next_log_prob(float64_of(bench.source, routes, selected or None).logits(ids), ids)
             rerouted = sum(_differing(a, b) for a, b in zip(routes, model.routes, strict=True))
             errors[f"{prefix}same_experts_error_vs_fp64"] = relative_error(found, given)
             more |= {f"{prefix}rerouted": rerouted, "routed": len(routes) * tokens}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Budget, Recorder, has_slots, table
 from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.latent_memory import LatentMemory
 from zoo.common.layers import RotaryTable
 from zoo.common.program import Program
 from zoo.common.serving import ForServing
@@ -28,7 +29,9 @@ def twin(source: nn.Module, made: type[Any], program: Program) -> Any:
     with torch.device("meta"):
         model = made(source.config, program)
     model.load_state_dict(source.state_dict(), assign=True)
-    model.requires_grad_(made.trainable)
+    frozen = model.table_of().is_frozen
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(made.trainable and not frozen(name))
     tables = {name: part.table_PC2 for name, part in source.named_modules() if isinstance(part, RotaryTable)}
     for name, part in model.named_modules():
         if isinstance(part, RotaryTable):
@@ -115,7 +118,7 @@ def place_sequences(model: ForServing, counts: Sequence[int]) -> tuple[Any, Tens
 def fill(memory: Any) -> None:
     """Caches as a long run leaves them: finite numbers of ordinary size."""
     pages = memory.paged if isinstance(memory, HybridMemory) else memory
-    for pool in (pages.k_LPSGE, pages.v_LPSGE):
+    for pool in (pages.latent_LPSC, pages.index_IPSE) if isinstance(pages, LatentMemory) else (pages.k_LPSGE, pages.v_LPSGE):
         pool.normal_()
     if isinstance(memory, HybridMemory):
         for name, pool in memory.delta.pools.items():

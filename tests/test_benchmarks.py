@@ -284,7 +284,8 @@ def test_the_ladder_sees_a_server_with_other_weights(monkeypatch: pytest.MonkeyP
     assert models.prove(bench, (12,))[1] > 0
 
 
-LAYERS = {"qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4, "qwen3_5_moe": 4}  # both kinds of layer
+LAYERS = {"qwen3": 2, "qwen3_moe": 2, "qwen3_5": 4, "qwen3_5_moe": 4, "glm5": 3}  # every kind of layer
+MIXTURES = {"qwen3_moe": 2, "qwen3_5_moe": 4, "glm5": 2}
 
 
 class Wide(Program):
@@ -380,7 +381,7 @@ def test_accuracy_against_float64(arch: str, monkeypatch: pytest.MonkeyPatch) ->
     spoiled = bench.record.rows[-1]
     if bench.config.experts:
         kept = "same_experts_error_vs_fp64"
-        assert row["routed"] == 70 * LAYERS[arch] and row["rerouted"] < row["routed"] // 4 and row["rerouted"] != spoiled["rerouted"]
+        assert row["routed"] == 70 * MIXTURES[arch] and row["rerouted"] < row["routed"] // 4 and row["rerouted"] != spoiled["rerouted"]
         assert 1e-4 < row[kept] < spoiled[kept]
         assert row["error_vs_fp64"] > 2 * row[kept] if row["rerouted"] else row["error_vs_fp64"] == row[kept]
     else:

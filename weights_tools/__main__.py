@@ -12,7 +12,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.command("make-tiny")
 def make_tiny(
-    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5 or qwen3_5_moe")],
+    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5")],
     out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
     hidden: Annotated[int | None, typer.Option(help="hidden size")] = None,
     layers: Annotated[int | None, typer.Option(help="number of layers")] = None,

@@ -17,7 +17,7 @@ app = typer.Typer(
     help="Language models whose log-probabilities have the same bytes in training, prefill and decode.",
 )
 
-ARCH = "qwen3, qwen3_moe, qwen3_5 or qwen3_5_moe"
+ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5"
 Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
 Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU", show_default=False)]

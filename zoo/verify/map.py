@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
+from zoo.common.latent_memory import TokenRows
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import DECISIONS
 from zoo.common.rows import Rows
@@ -98,6 +99,9 @@ def _kind(x: Tensor) -> str:
 def _rows(call: Call) -> str:
     count = next(t for _, t in call.outputs()).shape[0]
     rows = "1 row" if count == 1 else f"{count} rows"
+    listed = next((value for value in call.arguments.values() if isinstance(value, TokenRows)), None)
+    if listed is not None:
+        return f"{rows}, packed" if listed.page_table_NB is None else f"{rows}, tokens in pages of {listed.rows.shape[1]}"
     history = call.arguments.get("history")
     if history is None:
         return rows

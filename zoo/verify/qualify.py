@@ -31,6 +31,7 @@ COMMON_SIZES = {
     "qwen3_moe": ("tiny", "30b-a3b"),
     "qwen3_5": ("tiny", "4b", "9b", "27b"),
     "qwen3_5_moe": ("tiny", "35b-a3b"),
+    "glm5": ("tiny",),  # the published size's experts are 19 GB a layer
 }
 
 
