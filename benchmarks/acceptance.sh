@@ -5,13 +5,15 @@
 #   admit, tests, laws, attention, warm, compile, live (or live_dense, _moe, _moe35, _sglang of it), whole, rungs (or rungs_dense,
 #   _moe, _moe35, _qwen35), ladders (or ladder_dense, _moe, _moe35, _qwen35 of them), proofs (or proof_dense, _moe, _moe35, _qwen35,
 #   and by HTTP proof_http, _http_moe, _http35, _http_qwen35).
-# The others have the GPU alone, faster once `compile` has been:
+# GLM-5.2's layers with experts are 19 GB each, so a stage of it is best alone. Nothing is timed in
+#   glm_admit, glm_tiny, glm_ladder, glm_rungs, glm_live, glm_compile.
+# The others have the GPU alone, faster once `compile` or `glm_compile` has been:
 #   dense, speed, speed35, speed_moe, speed_qwen35, speed_triton, long, train, train35, train_qwen35, moe35, moe, qwen35, linear,
-#   ops.
+#   ops, glm, glm_train, glm_ops.
 # PYTHON has torch, triton, flash_attn, deep_gemm and (speed, proofs, live) sglang importable. OUT gets summary.txt, logs.txt and rows;
 # a run that is cut short keeps what was finished. Stages and runs on one machine share what was compiled.
 set -uo pipefail
-[ $# -ge 4 ] || { sed -n "2,12s/^# //p" "$0" >&2; exit 2; }
+[ $# -ge 4 ] || { sed -n "2,14s/^# //p" "$0" >&2; exit 2; }
 py=$1 out=$2 limit=$3
 shift 3
 [[ $py != */* || $py == /* ]] || py=$PWD/$py
@@ -250,6 +252,35 @@ stage_proofs() {
   wait
 }
 
+glm=(glm5 --size 5.2)
+stage_glm_admit() {
+  admit glm_admit 300 glm5:tiny glm5:5.2
+  stage "providers of GLM-5.2" 20 glm_admit
+}
+stage_glm_tiny() {
+  climb ladder_glm_tiny 400 1-5 glm5
+  stage "all rungs of tiny GLM-5" 60 ladder_glm_tiny
+  ladders
+}
+# documents of more than 2048 tokens, of which a row reads a choice; three dense layers and one with experts: 26 GB a model
+stage_glm_ladder() {
+  ladder ladder_glm 400 "${glm[@]}" --layers 4 --lengths 65,2300,4096
+  stage "rung 3 of ${glm[*]}, 4 layers" 14 ladder_glm
+  ladders
+}
+# 52 GB of models, 26 GB of gradients and what is compared of them: up to 120 GB
+stage_glm_rungs() {
+  climb ladder_glm_rungs 400 1,2,4 "${glm[@]}" --layers 4 --lengths 65,2300,4096
+  stage "rungs 1,2,4 of ${glm[*]}, 4 layers" 24 ladder_glm_rungs
+  ladders
+}
+# the dense layers alone: AdamW's averages of a layer with experts would be 39 GB more
+stage_glm_live() {
+  climb ladder_glm_live 400 4,5 "${glm[@]}" --layers 3 --lengths 65,2300
+  stage "rungs 4 and 5 of ${glm[*]}, 3 layers" 60 ladder_glm_live
+  ladders
+}
+
 shared=(--documents 4 --length 4096 --out "$rows")
 
 # what the timed stages compile, by a process each
@@ -266,7 +297,7 @@ stage_compile() {
   for part in 0 1 2 3 4 5; do
     names+=("warm_ops$part")
     # shellcheck disable=SC2046
-    job "warm_ops$part" 240 "$py" -m benchmarks.ops $(other_ops) --compile-only "$part/6" &
+    job "warm_ops$part" 240 "$py" -m benchmarks.ops $(other_ops) --shapes '^(?!glm)' --compile-only "$part/6" &
     in_turns 6
   done
   for batch in 1 8 64; do made "warm_dense$batch" "$batch" decode,score qwen3 --size 8b; done
@@ -331,6 +362,31 @@ stage_qwen35() {
   stage "Qwen3.5-4B: decode, prefill, score" 12 qwen35
 }
 
+stage_glm_compile() {
+  warm warm_glm 1,8,64 decode,prefill,score "${glm[@]}"
+  # shellcheck disable=SC2046
+  job warm_glm_ops 240 "$py" -m benchmarks.ops $(all_ops) --shapes glm-5.2 --compile-only 0/1
+  stage "compiled for GLM-5.2" 1 warm_glm warm_glm_ops
+}
+
+stage_glm() {
+  job glm 240 "$py" -m benchmarks.models "${glm[@]}" --layers 4 --what ladder,accuracy,decode,prefill,score --contexts 600,4096 --profile \
+    --lengths 65,2300 --budget 230 "${shared[@]}"
+  stage "GLM-5.2: decode, prefill, score" 16 glm
+}
+
+stage_glm_train() {
+  job glm_train 150 "$py" -m benchmarks.models "${glm[@]}" --layers 4 --what train --documents 1 --length 4096 --budget 140 --out "$rows"
+  stage "GLM-5.2: train step of 4 layers" 5 glm_train
+}
+
+stage_glm_ops() {
+  # shellcheck disable=SC2046
+  job glm_ops 300 "$py" -m benchmarks.ops $(all_ops) --shapes glm-5.2 --budget 290 --out "$rows"
+  stage "ops of GLM-5.2" 90 glm_ops
+}
+
+all_ops() { "$py" -c 'from benchmarks.ops import OPS; print(*OPS)'; }
 other_ops() { "$py" -c 'from benchmarks.ops import OPS; print(*(n for n in OPS if n != "linear"))'; }
 
 stage_linear() {
@@ -340,7 +396,7 @@ stage_linear() {
 
 stage_ops() {
   # shellcheck disable=SC2046
-  job ops "$(left)" "$py" -m benchmarks.ops $(other_ops) --budget "$(($(left) - 10))" --out "$rows"
+  job ops "$(left)" "$py" -m benchmarks.ops $(other_ops) --shapes '^(?!glm)' --budget "$(($(left) - 10))" --out "$rows"
   stage "the other ops" 90 ops
 }
 

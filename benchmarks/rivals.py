@@ -82,6 +82,14 @@ def rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     return _turned(x, table[positions][:, None])
 
 
+def rope_of_neighbours(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    return rope(torch.cat([x[..., 0::2], x[..., 1::2]], -1), table, positions)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
@@ -90,6 +98,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     weights, experts = torch.topk(torch.softmax(logits, -1), top_k, -1)
     return weights / weights.sum(-1, keepdim=True), experts
+
+
+def biased_route(logits: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    score = logits.sigmoid()
+    chosen = (score + bias).topk(top_k, -1).indices
+    weights = score.gather(1, chosen)
+    return weights / weights.sum(-1, keepdim=True) * scale, chosen
 
 
 def combine(slots: Tensor, weights: Tensor) -> Tensor:
@@ -186,3 +201,40 @@ def fla_chunk(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, 
 
     operands = {"q": q[None], "k": k[None], "v": v[None], "g": log_decay[None], "beta": beta[None]}
     return chunk_gated_delta_rule(**operands, output_final_state=True, cu_seqlens=starts if len(starts) > 2 else None)[0][0]
+
+
+def select(q: Tensor, weights: Tensor, past: Any, top_k: int) -> Tensor:
+    """All scores at once, in no order."""
+    if past.context is None:
+        scores = torch.einsum("rh,rht->rt", weights, torch.einsum("rhe,te->rht", q, past.packed).relu())
+        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).topk(min(top_k, len(q)), -1).indices
+    keys = past.pools[0][past.table.long()].flatten(1, 2)[:, : past.context]
+    return torch.einsum("rh,rht->rt", weights, torch.einsum("rhe,rte->rht", q, keys).relu()).topk(top_k, -1).indices
+
+
+def _flat(past: Any, lists: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    """Token rows [T, C] side by side and where each list's lie among them, -1 behind the last."""
+    if past.context is None:
+        return past.packed, lists
+    page = past.pools[i].shape[1]
+    rows = past.table.gather(1, lists.clamp(min=0).long() // page) * page + lists % page
+    return past.pools[i].flatten(0, 1), torch.where(lists < 0, lists, rows)
+
+
+def flash_mla(q: Tensor, past: Any, lists: Tensor, values: int, scale: float, i: int) -> Tensor:
+    """FlashMLA's sparse prefill, which serves decode too; lists in tokens of one long row of them."""
+    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+
+    latent, rows = _flat(past, lists, i)
+    return flash_mla_sparse_fwd(q, latent[:, None], rows[:, None].to(torch.int32), scale, values)[0]
+
+
+def sparse_attention(q: Tensor, past: Any, lists: Tensor, values: int, scale: float, i: int) -> Tensor:
+    """Rows gathered, then two batched products, 64 queries at a time."""
+    latent, rows = _flat(past, lists, i)
+    out = []
+    for mine, some in zip(q.split(64), rows.split(64)):
+        chosen = latent[some.clamp(min=0).long()]
+        scores = (torch.bmm(mine, chosen.transpose(1, 2)) * scale).masked_fill((some < 0)[:, None], -torch.inf)
+        out.append(torch.bmm(scores.softmax(-1), chosen[..., :values]))
+    return torch.cat(out)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang
 from benchmarks.models_float64 import Widened, float64_of, next_log_prob
-from benchmarks.work import Place, Work, subset_law
+from benchmarks.work import OPS, Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
@@ -109,7 +109,10 @@ def test_every_op_is_one_of_ours() -> None:
     assert set(ops.OPS) <= set(CONTRACTS)
 
 
-@pytest.mark.parametrize("name", ["linear", "experts", "attention", "gated_delta"])
+@pytest.mark.parametrize(
+    "name",
+    ["linear", "experts", "attention", "gated_delta", "layer_norm", "head_linear", "biased_route", "select", "sparse_attention"],
+)
 def test_an_op_gives_whole_rows(name: str) -> None:
     torch.manual_seed(0)
     place = Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True)
@@ -142,6 +145,19 @@ def test_documents_of_the_gated_delta_rule(rows: int, short: bool) -> None:
     shapes = [work.shape for work in works]
     assert len(set(shapes)) == len(shapes) and sum("documents" in shape for shape in shapes) == short * len(shapes) // 2
     works[-1].law()
+
+
+@pytest.mark.parametrize("name", ["select", "sparse_attention"])
+def test_latent_attention_of_one_document(name: str) -> None:
+    """Prefill's quick law, and its rival's numbers beside ours."""
+    torch.manual_seed(0)
+    [work] = OPS[name](Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True), 257)
+    work.law()
+    found, other = work.ours["aligned"](0), work.rivals["torch"](0)
+    if name == "select":
+        assert all(set(a[a >= 0].tolist()) <= set(b.tolist()) for a, b in zip(found[:4], other))
+    else:
+        assert common.relative_error(found, other.double()) < 0.02 < common.relative_error(found.roll(1, 0), other.double())
 
 
 def _broken(work: Work) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.work.cases import Place, Work, subset_law
+from benchmarks.work.latent import biased_route, head_linear, layer_norm, select, sparse_attention
 from benchmarks.work.products import combine, experts, linear, log_prob, route
 from benchmarks.work.rowwise import norm_rope, rms_norm, rope, sample, swiglu
 from benchmarks.work.sequences import attention, gated_delta
@@ -14,4 +15,6 @@ __all__ = ["OPS", "Place", "Work", "subset_law"]
 OPS: dict[str, Callable[[Place, int], Iterator[Work]]] = {
     "linear": linear, "rms_norm": rms_norm, "norm_rope": norm_rope, "rope": rope, "swiglu": swiglu, "attention": attention,
     "experts": experts, "route": route, "combine": combine, "log_prob": log_prob, "sample": sample, "gated_delta": gated_delta,
+    "layer_norm": layer_norm, "head_linear": head_linear, "biased_route": biased_route, "select": select,
+    "sparse_attention": sparse_attention,
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from benchmarks import rivals
 from benchmarks.common import sets_for
 from benchmarks.work.cases import Call, Place, Work, subset_law
-from benchmarks.work.shapes import HEADS_OF_VOCABULARY, LINEARS, MIXTURES
+from benchmarks.work.shapes import BIASED, HEADS_OF_VOCABULARY, LINEARS, MIXTURES
 from zoo.common import ops
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK
@@ -108,6 +109,8 @@ def experts(place: Place, rows: int) -> Iterator[Work]:
 
 def route(place: Place, rows: int) -> Iterator[Work]:
     for model, (count, _, _, top_k) in MIXTURES.items():
+        if model in BIASED:
+            continue
         logits = place.randn(rows, count, dtype=torch.float32, scale=2.0)
 
         def run(x: Tensor, k: int = top_k) -> Any:
@@ -135,8 +138,10 @@ def combine(place: Place, rows: int) -> Iterator[Work]:
         slots, weights = place.randn(rows, top_k, hidden), torch.softmax(place.randn(rows, top_k, dtype=torch.float32), 1)
         chosen = torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous()
 
-        def run(s: Tensor, w: Tensor, c: Tensor, count: int = count) -> Tensor:
-            return ops.combine(s, w, c, count, program=place.ours)
+        program = replace(place.ours, contributors=16) if model in BIASED else place.ours
+
+        def run(s: Tensor, w: Tensor, c: Tensor, count: int = count, program: Program = program) -> Tensor:
+            return ops.combine(s, w, c, count, program=program)
 
         whole = (slots, weights, chosen)
         yield Work(

@@ -85,26 +85,28 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
 
 
 def rope(place: Place, rows: int) -> Iterator[Work]:
-    x, positions, turn = (
-        place.randn(rows, place.size(40, 2), 128),
-        place.below(4096, rows),
-        ops.rope_table(4096, 128, 1e6).to(place.device),
-    )
+    """Heads of 128 in halves, and GLM-5's of 64 in pairs of neighbours, the trailing columns of a wider head."""
+    for model, heads, width, neighbours in (("", 40, 128, False), ("glm-5.2 ", 64, 64, True)):
+        whole, positions = place.randn(rows, place.size(heads, 2), 256 if neighbours else width), place.below(4096, rows)
+        x, turn = whole[..., whole.shape[2] - width :], ops.rope_table(4096, width, 1e6).to(place.device)
 
-    def run(x: Tensor, at: Tensor) -> Tensor:
-        return ops.rope(x, turn, at, program=place.ours)
+        def run(x: Tensor, at: Tensor, turn: Tensor = turn, neighbours: bool = neighbours) -> Tensor:
+            return ops.rope(x, turn, at, program=place.ours, neighbours=neighbours)
 
-    yield Work(
-        "rope",
-        f"{x.shape[1]} heads of 128",
-        rows,
-        {"aligned": lambda i: run(x, positions)},
-        {"compiled": lambda i: rivals.compiled(rivals.rope)(x, turn, positions)},
-        flops=0.0,
-        nbytes=4.0 * x.numel(),
-        law=subset_law(lambda: run(x, positions), lambda i: run(x[i], positions[i]), rows, place.device),
-        exact=lambda: rivals.rope(x.double(), turn.double(), positions),
-    )
+        plain = rivals.rope_of_neighbours if neighbours else rivals.rope
+        yield Work(
+            "rope",
+            f"{model}{x.shape[1]} heads of {width}" + (" in neighbours" if neighbours else ""),
+            rows,
+            {"aligned": lambda i, run=run, x=x, at=positions: run(x, at)},
+            {"compiled": lambda i, plain=plain, a=(x, turn, positions): rivals.compiled(plain)(*a)},
+            flops=0.0,
+            nbytes=4.0 * x.numel(),
+            law=subset_law(
+                lambda run=run, a=(x, positions): run(*a), lambda i, run=run, a=(x, positions): run(a[0][i], a[1][i]), rows, place.device
+            ),
+            exact=lambda plain=plain, a=(x, turn, positions): plain(a[0].double(), a[1].double(), a[2]),
+        )
 
 
 def swiglu(place: Place, rows: int) -> Iterator[Work]:
