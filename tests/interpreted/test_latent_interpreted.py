@@ -6,9 +6,12 @@ integers are equal everywhere.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton")
 
@@ -141,3 +144,34 @@ def test_sparse_attention(page_size: int | None, heads: int, width: int, values:
     torch.testing.assert_close(lse, wanted_lse, rtol=2**-18, atol=2**-18)
     moved = attention_kernels.sparse_attention(q, latent, table, positions, rows, values, width**-1.0)[0]
     assert heads == 1 or (moved - wanted).abs().max() > 0.01
+
+
+class NoWait(TorchDispatchMode):
+    """Raises where the host would wait for the device, or where a shape comes from data: neither can be captured."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "bincount", "repeat_interleave")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert not any(name == waits or name.startswith(f"_{waits}") for waits in self.WAITS), f"{name} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_waits_for_nothing() -> None:
+    """Every kernel's host side that a captured step of this architecture runs, beside those that other models share."""
+    rows = Rows.pushed([1, 1], [36, 1], "cpu")
+    keys, table = paged(floats(1, 50, 16), 16)
+    q, weights, positions = floats(2, 2, 4, 16), floats(3, 2, 4), torch.tensor([[3, 30], [1, -1]], dtype=torch.int32)
+    weight, x = floats(4, 3, 8, 16), floats(5, 2, 3, 16)
+    some, turn = table[:2].contiguous(), rope_table(50, 8, 1e4)
+    with NoWait():
+        write_token_rows(floats(6, 2, 16), keys, some, rows)
+        select_kernels.select(q, weights, keys, some, rows, 5)
+        select_kernels.select(q, weights, keys, some, rows, 64)
+        attention_kernels.sparse_attention(q, keys, some, positions, rows, 8, 0.25)
+        head_kernels.head_linear(x, weight)
+        route_kernels.biased_route(floats(7, 2, 16), floats(8, 16), Choice(3, 4, 2))
+        norm_kernels.layer_norm(x, floats(9, 16), floats(10, 16), 1e-6)
+        rope_kernels.rope(x, turn, rows.positions_R, False, True)
+    with NoWait(), pytest.raises(AssertionError, match="waits for the device"):
+        positions.max().item()

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from zoo.common.hybrid_memory import HybridMemory
+from zoo.common.latent_memory import LatentMemory
 from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.serving import ForServing
+from zoo.glm5 import SIZES as LATENT_SIZES
+from zoo.glm5 import GLMForServing
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForServing
 from zoo.qwen3_5 import MOE_SIZES as HYBRID_MOE_SIZES
 from zoo.qwen3_5 import SIZES as HYBRID_SIZES
@@ -25,6 +28,7 @@ MODELS: dict[str, tuple[type[ForServing], Any]] = {
     "qwen3_moe": (Qwen3ForServing, MOE_SIZES["tiny"]),
     "qwen3_5": (Qwen35ForServing, replace(HYBRID_SIZES["tiny"], **HYBRID)),
     "qwen3_5_moe": (Qwen35ForServing, replace(HYBRID_MOE_SIZES["tiny"], **HYBRID)),
+    "glm5": (GLMForServing, replace(LATENT_SIZES["tiny"].first_layers(2), index_top_k=256)),
 }
 # heads of 256 have pages of 80 and key segments of 2080
 WIDE = (Qwen35ForServing, replace(HYBRID_SIZES["tiny"], **HYBRID, head_dim=256, rotated=64))
@@ -32,6 +36,8 @@ WIDE = (Qwen35ForServing, replace(HYBRID_SIZES["tiny"], **HYBRID, head_dim=256, 
 
 def made(kind: str, device: str) -> ForServing:
     model, config = WIDE if kind == "wide" else MODELS[kind]
+    if kind == "glm5" and device == "cuda":
+        config = replace(config, index_top_k=2048)
     return model.from_config(config, seed=1, device=device)
 
 
@@ -76,6 +82,8 @@ def pools(memory: Any) -> list[Tensor]:
     """The buffers of a memory, [layers, pages or slots, ...] each."""
     if isinstance(memory, HybridMemory):
         return [memory.paged.k_LPSGE, memory.paged.v_LPSGE, *memory.delta.pools.values(), memory.delta.carry_LSWC]
+    if isinstance(memory, LatentMemory):
+        return [memory.latent_LPSC, memory.index_IPSE]
     assert isinstance(memory, PagedMemory)
     return [memory.k_LPSGE, memory.v_LPSGE]
 

@@ -25,9 +25,11 @@ from model_harness import (
     rows_in_training,
     scores,
 )
+from prefill_harness import Sequences, rerun, same
 from torch import Tensor
 
 from tests.models import planted_latent
+from zoo.common import serving
 from zoo.common.engine import Completion, Engine
 from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
 from zoo.common.memory import PagedMemory
@@ -164,6 +166,25 @@ def test_planted_fault_is_named_and_reproduced(op: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert f"{divergence.elements} of " in done.stdout  # training's inputs are the whole document up to the row
+
+
+@torch.no_grad()
+def test_a_captured_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its static rows, run again in place of a replay: padding sequences, and scores as wide as its pages."""
+    monkeypatch.setattr(serving, "captured", rerun)
+    server = FAMILY.twins("three choose")[1]
+    plain, padded = Sequences(server, [30, 5, 44], 16), Sequences(server, [30, 5, 44], 16)
+    for sequences in (plain, padded):
+        ids, rows, table = sequences.batch({0: 20, 1: 1, 2: 36})
+        server.prefill(ids, rows, sequences.memory, table)
+    graph = serving.DecodeGraph(server, padded.memory, 4, 4)
+    for step, live in enumerate(([0, 1, 2], [2, 0], [1, 2, 0], [2], [0, 1])):
+        ids, rows, table = plain.batch(dict.fromkeys(live, 1))
+        wanted = server.decode(ids, rows, plain.memory, table)
+        ids, rows, table = padded.batch(dict.fromkeys(live, 1))
+        assert same(graph.replay(ids, rows.positions_R, table), wanted), f"step {step}"
+        assert all(same(a, b) for a, b in zip(plain.alive(), padded.alive(), strict=True)), f"step {step}"
+    assert not same(graph.replay(ids, rows.positions_R - 1, table), wanted)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -170,7 +170,8 @@ def is_large(subject: Subject) -> bool:
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:
     """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
     cuda = subject.device.type == "cuda"
-    large, slots = is_large(subject), bool(subject.server.make_memory(2, slots=1).slots)
+    memory = subject.server.make_memory(2, slots=1)
+    large, slots = is_large(subject), bool(memory.slots)
     if lengths is None:
         # decode with slots is the dearest of a CPU's climb: 140 tokens close two chunks
         small = (1, 63, 64, 65, 140 if slots and not (cuda or large) else 300)
@@ -179,7 +180,7 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
     for length in lengths:
         if not 1 <= length <= longest:
             raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
-    pages = (16, 64) if subject.server.takes_any_page else ()
+    pages = tuple(size for size in (16, 64, 80) if size != memory.page_size)[:2] if subject.server.takes_any_page else ()
     tail = 64 if large else 200 if cuda else None
     batches = (1, 8, 32 if slots else 64)  # a state is far larger than a page
     return Settings(tuple(lengths), tail=tail, page_sizes=pages, backward_rows=2400 if large else 4096, graph_batches=batches)
