@@ -16,7 +16,7 @@ from zoo.common.program import Program
 
 
 def log_prob_of(bench: Bench, program: Program, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Log-probabilities [T - 1] of each next token by the trainer on `program`; the experts [T, K] of each mixture, the tokens of each index."""
+    """By the trainer on `program`: log-probabilities [T - 1] of each next token; experts [T, K] of each mixture, tokens of each index."""
     routes: list[Tensor] = []
     selected: list[Tensor] = []
 

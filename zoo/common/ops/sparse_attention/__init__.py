@@ -22,8 +22,8 @@ CONTRACT = Contract(
     "over a tile, values in FP32 a tile after another, each behind the sum of those before times exp(their peak - the new one)",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="closed form in FP32 from the saved log-sum-exp, query rows in blocks, so a latent row's gradient adds in row order",
-    launch="one pass over the whole list; heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at once; "
-    "lanes without a position read nothing and change nothing",
+    launch="one pass over the whole list; heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at "
+    "once; lanes without a position read nothing and change nothing",
     providers=(
         Provider(
             "reference", "reference", "cpu", f"{__name__}.reference:sparse_attention", f"{__name__}.backward:sparse_attention_backward",
