@@ -228,7 +228,7 @@ class Float64GLM(Float64Model):
         choice, score = self.config.choice, logits_TX.sigmoid()
 
         def choose() -> Tensor:
-            biased = (score + self.p[f"{at}.bias"]).unflatten(1, (choice.groups, -1))
+            biased = (score + self.p[f"{at}.route.bias"]).unflatten(1, (choice.groups, -1))
             worth = biased.topk(2, -1).values.sum(-1)
             closed = torch.ones_like(worth).scatter(1, worth.topk(choice.open_groups, -1).indices, 0.0).bool()
             return biased.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(choice.top_k, -1).indices

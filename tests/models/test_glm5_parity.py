@@ -106,7 +106,7 @@ class TestParity:
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
         reference(ids[None], labels=ids[None]).loss.backward()
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        assert all(".indexer." in name or name.endswith(".mlp.bias") for name in frozen)
+        assert all(".indexer." in name or name.endswith(".route.bias") for name in frozen)
         assert all(p.grad is None for name, p in model.named_parameters() if name in frozen)
         for _, parameter in model.named_parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -266,7 +266,7 @@ class TestFiles:
     def test_the_bias_is_fp32_in_every_program(self, checkpoint: Checkpoints) -> None:
         model = zoo.load(checkpoint("5.2", 0, torch.bfloat16), device="cpu")
         wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
-        assert wide == {f"model.layers.{i}.mlp.bias" for i in range(1, 5)}
+        assert wide == {f"model.layers.{i}.mlp.route.bias" for i in range(1, 5)}
 
     def test_trained_weights_are_served(self) -> None:
         trained = GLMForRL.from_config(SIZES["tiny"].first_layers(2), device="cpu")

@@ -100,20 +100,31 @@ class LatentAttention(nn.Module):
         return self.out(ops.head_linear(o_RHV, value_up, program=self.program).flatten(1)), selected_RK
 
 
+class BiasedRoute(nn.Module):
+    """bias [X] sways which experts a row goes to. It is FP32 in every program, hence a unit of its own under FSDP2."""
+
+    def __init__(self, config: GLMConfig, program: Program) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32))
+        self.choice, self.program = config.choice, program
+
+    def forward(self, logits_RX: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.biased_route(logits_RX, self.bias, self.choice, program=self.program)
+
+
 class MixtureOfExperts(nn.Module):
-    """The top K of X experts by biased scores, and a shared expert, the last leaf of the sum. bias [X] is FP32 in every program."""
+    """The top K of X experts by biased scores, and a shared expert, the last leaf of the sum."""
 
     def __init__(self, config: GLMConfig, program: Program) -> None:
         super().__init__()
         hidden = config.hidden
         self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden))
-        self.bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32))
+        self.route = BiasedRoute(config, program)
         self.experts = Experts(config.experts, hidden, config.expert_inner, program)
         self.shared = GatedMLP(hidden, config.shared_inner, program)
-        self.choice, self.program = config.choice, program
 
     def forward(self, x_RD: Tensor) -> Tensor:
-        weights_RK, experts_RK = ops.biased_route(self.router(x_RD), self.bias, self.choice, program=self.program)
+        weights_RK, experts_RK = self.route(self.router(x_RD))
         return self.experts(x_RD, weights_RK, experts_RK, self.shared(x_RD))
 
 

@@ -7,9 +7,9 @@ import functools
 from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.glm5.config import GLMConfig
 
-FP32 = (r".*\.mlp\.bias",)
+FP32 = (r".*\.mlp\.route\.bias",)
 # published without a gradient: the choice of tokens and of experts has none, and transformers trains neither
-FROZEN = (r".*\.attention\.indexer\..*", r".*\.mlp\.bias")
+FROZEN = (r".*\.attention\.indexer\..*", r".*\.mlp\.route\.bias")
 
 
 @functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
@@ -64,7 +64,7 @@ def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
     gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_inner)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
-        single(f"{mlp}.bias", f"{mlp}.gate.e_score_correction_bias", (count,)),
+        single(f"{mlp}.route.bias", f"{mlp}.gate.e_score_correction_bias", (count,)),
         Entry(f"{mlp}.experts.gate_up", (gate_up,)),
         Entry(f"{mlp}.experts.down", (down,)),
         *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_inner),
