@@ -81,7 +81,7 @@ def device_of(name: str | None) -> str:
 def verify(asked: Asked, console: Console, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
     """Climbs, prints the table, writes the files. ValueError for whatever the user got wrong."""
     device = device_of(asked.device)
-    check_engine(asked.engine, device)
+    check_engine(asked.engine, device, asked.arch)
     if asked.layout is not None:
         raise ValueError(f"--layout {asked.layout!r} is not supported yet: one device only")
     if reproduction is not None:

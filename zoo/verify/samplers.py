@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from zoo.common.engine import Completion, Engine
 from zoo.common.engine.engine import MAX_BATCH
 from zoo.common.sampling import SamplingParams
+from zoo.sglang_plugin.names import FAMILIES
 from zoo.verify.subject import Subject
 
 ENGINES = ("embedded", "sglang")
@@ -33,10 +34,12 @@ class Sampler(Protocol):
     def close(self) -> None: ...
 
 
-def check_engine(engine: str, device: str) -> None:
-    """ValueError for an engine that there is not, or that can't run here."""
+def check_engine(engine: str, device: str, arch: str) -> None:
+    """ValueError for an engine that there is not, that can't run here, or that doesn't serve an architecture."""
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine!r} must be {' or '.join(ENGINES)}")
+    if engine == "sglang" and arch not in FAMILIES:
+        raise ValueError(f"--engine sglang: the plugin does not serve {arch} yet")
     if engine == "sglang" and not device.startswith("cuda"):
         raise ValueError(f"--engine sglang needs a GPU, the ladder runs on {device}")
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:

@@ -19,7 +19,7 @@ HELD = 1 << 26  # integers of 8 bytes held at a time: a row's scores, and the ch
 NOWHERE = torch.iinfo(torch.int64).min
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "first_row", "columns"])
 def _index_scores(
     q_ptr, weights_ptr, keys_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr,
     q_row, q_head, weight_row, table_stride, first_row, columns,

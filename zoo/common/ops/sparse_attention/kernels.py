@@ -18,7 +18,7 @@ from zoo.common.rows import Rows
 LANES, BLOCK_HEADS = 64, 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _sparse_attention(
     q_ptr, latent_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr, lse_ptr,
     q_row, q_head, table_stride, listed, scale,
