@@ -176,6 +176,7 @@ def test_gradients_of_saturated_gates(a: float, b: float) -> None:
 
 SIGMOIDS: dict[str, Any] = {
     "delta_gate": lambda g: ops.delta_gate(zeros(g.shape), g, zeros(1), zeros(1), program=ALIGNED)[1],
+    "output_gate": lambda g: ops.output_gate(torch.ones_like(g), g, program=ALIGNED),
 }
 
 
