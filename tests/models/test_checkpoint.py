@@ -756,6 +756,23 @@ def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "wrong").exists()
 
 
+def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path, tmp_path: Path) -> None:
+    own, version = tmp_path / "own", load(published).weights_version
+    convert(published, own, "zoo", shard_bytes=300_000)
+    for pair in ((published, own), (own, published)):
+        result = CliRunner().invoke(app, ["compare", *map(str, pair)])
+        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms")
+        assert result.output.splitlines()[0].endswith(f" {version}") and "only in A" in result.output
+    rewrite(own, lambda name, t: t + (t == t.max()) if name == "model.embed.weight" else t)  # the control
+    output = CliRunner().invoke(app, ["compare", str(published), str(own)]).output
+    assert output.startswith(f"content hash of A: {version}; of B: ") and output.count(version) == 1
+    broken = shutil.copytree(own, tmp_path / "broken")
+    for folder, name in ((own, "model.embed.weight"), (broken, "model.norm.weight")):  # two without a hash
+        rewrite(folder, lambda given, t, name=name: None if given == name else t)
+    output = CliRunner().invoke(app, ["compare", str(own), str(broken)]).output
+    assert output.startswith("content hash of A: none: ") and "; of B: none: " in output and output.count("1 parameters missing") == 2
+
+
 def test_shards_are_read_by_safetensors(published: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
