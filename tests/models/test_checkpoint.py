@@ -588,8 +588,10 @@ def test_fingerprint(copy: Path) -> None:
     assert mine.realisation["qualification"] == "unqualified" and mine.toolchain["torch"] == torch.__version__
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    with pytest.raises(ValueError, match=rf"differ in 1 line\(s\): weights: {mine.weights} against {model.weights_version}"):
+    with pytest.raises(ValueError, match=rf"differ in 1 line\(s\): weights: {mine.weights} against {model.weights_version} \(this one"):
         mine.check(model.fingerprint())
+    with pytest.raises(ValueError, match="float32 on cpu, not torch.bfloat16 on cpu: give dtype=torch.float32"):
+        load(copy, program="transformers")
     other = load(copy, program="transformers", dtype=torch.float32).fingerprint()
     with pytest.raises(ValueError, match="dtype: bfloat16 against float32"):
         mine.check(other)
