@@ -423,6 +423,10 @@ def test_stand_in_requests_are_checked_before_they_run() -> None:
             check_request([0, odd, 7])
     with pytest.raises(ValueError, match="top_logprobs_num 9 is more than the vocabulary of 8"):
         check_request(top_logprobs_num=9)
+    for start in (None, -1, 0, 2):
+        check_request(logprob_start_len=start)
+    with pytest.raises(ValueError, match="logprob_start_len -2 is below -1"):
+        check_request(logprob_start_len=-2)
 
 
 def test_stand_in_the_request_hook_knows_prompt_and_vocabulary() -> None:
