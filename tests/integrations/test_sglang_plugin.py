@@ -415,8 +415,9 @@ def test_stand_in_requests_are_checked_before_they_run() -> None:
     check_request(top_logprobs_num=8)
     with pytest.raises(ValueError, match="return_sampling_mask is not served"):
         check_request(return_sampling_mask=True)
-    with pytest.raises(ValueError, match="image_data is not served"):
-        check_request(image_data=["http://x"])
+    for field, value in (("image_data", ["http://x"]), ("lora_id", "a"), ("return_entropy", True)):  # the last two do nothing in SGLang
+        with pytest.raises(ValueError, match=f"{field} is not served"):
+            check_request(**{field: value})
     # these would end SGLang's scheduler
     for odd in (8, -1):
         with pytest.raises(ValueError, match=f"token id {odd} of the prompt is outside the vocabulary of 8"):
