@@ -26,7 +26,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # fields of the request itself that the plugin does not serve
 UNSERVED = (
     "lora_path", "lora_id", "return_entropy", "return_indexer_topk", "custom_logit_processor", "return_hidden_states",
-    "return_sampling_mask", "image_data", "video_data", "audio_data", "input_embeds", "session_params", "positional_embed_overrides", "sampling_logprobs_mode", "watermark",
+    "return_sampling_mask", "image_data", "video_data", "audio_data", "input_embeds", "session_params", "positional_embed_overrides",
+    "sampling_logprobs_mode", "watermark",
 )  # fmt: skip
 
 
