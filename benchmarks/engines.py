@@ -38,16 +38,19 @@ MILESTONES = re.compile(r"Load weight (begin|end)|KV Cache is allocated|Capture 
 class Measure:
     """kind: `load` (batch x new tokens), `prefill` (whole prompts, one token each), `first` (one request, one token), or a profile.
 
-    `decode profile` is of decode steps, `prefill profile` of the batches that prompts are cut into.
+    `decode profile` is of decode steps, `prefill profile` of the batches that prompts are cut into. `top_p` below 1 filters each draw of
+    the requests.
     """
 
     kind: str
     batch: int
     new: int = 1
+    top_p: float = 1.0
 
     @property
     def label(self) -> str:
-        return f"{self.batch}x{self.new}" if self.kind == "load" else {"first": "first token"}.get(self.kind, self.kind)
+        filtered = "" if self.top_p == 1.0 else f"@{self.top_p:g}"
+        return f"{self.batch}x{self.new}{filtered}" if self.kind == "load" else {"first": "first token"}.get(self.kind, self.kind)
 
     @property
     def unit(self) -> str:
@@ -199,15 +202,15 @@ class Bench:
     def __init__(self, engine: Any, vocabulary: int) -> None:
         self.engine, self.vocabulary = engine, vocabulary
         self.draw = random.Random(1)
-        self.warm: set[int] = set()
+        self.warm: set[tuple[int, float]] = set()
 
     def measure(self, measure: Measure) -> dict[str, Any]:
         batch, new = measure.batch, measure.new
-        warm = self.heat(batch)
+        warm = self.heat(batch, measure.top_p)
         begin = time.perf_counter()
         found: dict[str, Any]
         if measure.kind == "load":
-            found = {"tokens_per_s": batch * new / self.call(batch, new)}
+            found = {"tokens_per_s": batch * new / self.call(batch, new, measure.top_p)}
         elif measure.kind == "prefill":
             found = {"tokens_per_s": batch * PROMPT / min(self.call(batch, 1) for _ in range(2))}
         elif measure.kind == "first":
@@ -216,18 +219,18 @@ class Bench:
             found = self.profile(batch, measure.kind == "prefill profile")
         return {**found, "warm_s": warm, "took_s": time.perf_counter() - begin}
 
-    def heat(self, batch: int) -> float:
-        """Seconds of the first call at a batch size, compilation included; 0 if it has been."""
-        if batch in self.warm:
+    def heat(self, batch: int, top_p: float = 1.0) -> float:
+        """Seconds of the first call at a batch size and filter, compilation included; 0 if it has been."""
+        if (batch, top_p) in self.warm:
             return 0.0
-        self.warm.add(batch)
-        return self.call(batch, 8)
+        self.warm.add((batch, top_p))
+        return self.call(batch, 8, top_p)
 
-    def call(self, batch: int, new: int) -> float:
+    def call(self, batch: int, new: int, top_p: float = 1.0) -> float:
         """Seconds of one call."""
         prompts = [[self.draw.randrange(self.vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
         self.engine.flush_cache()
-        params = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
+        params = {"temperature": 1.0, "top_p": top_p, "max_new_tokens": new, "ignore_eos": True}
         begin = time.perf_counter()
         answers = self.engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
         took = time.perf_counter() - begin

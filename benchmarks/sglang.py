@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,13 +95,13 @@ def plan(loads: Sequence[Measure]) -> list[Measure]:
 
 
 def parse_loads(text: str) -> list[Measure]:
-    """ "64x128,1x128"; ValueError naming what is not batch x new."""
+    """ "64x128,64x128@0.95", with top-p behind the @; ValueError naming what is not batch x new."""
     out = []
     for part in text.split(","):
-        batch, _, new = part.partition("x")
-        if not (batch.isdigit() and new.isdigit() and int(batch) and int(new)):
-            raise ValueError(f"--loads {part!r} is not batch x new tokens, like 64x128")
-        out.append(Measure("load", int(batch), int(new)))
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:@(0?\.\d*[1-9]\d*))?", part)
+        if not found:
+            raise ValueError(f"--loads {part!r} is not batch x new tokens, like 64x128, or with top-p behind it, like 64x128@0.95")
+        out.append(Measure("load", int(found[1]), int(found[2]), float(found[3] or 1)))
     return out
 
 
@@ -350,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
     made.add_argument("--contenders", help="of zoo, stock, eager-prefill, deterministic, by commas; all but eager-prefill by default")
-    made.add_argument("--loads", default=LOADS, help="batch x new tokens, by commas, in the order measured")
+    made.add_argument("--loads", default=LOADS, help="batch x new tokens (@top-p), by commas, in the order measured")
     made.add_argument("--turns", type=int, default=2, help="of every measure; the contenders' order is reversed between them")
     made.add_argument("--context", type=int, help=f"the servers' context length; {CONTEXT} or what the loads need")
     made.add_argument("--sequential", action="store_true", help="one engine at a time")

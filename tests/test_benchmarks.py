@@ -493,11 +493,13 @@ class FakeEngine:
 
     def __init__(self, short: int = 0, backend: str = "fa3") -> None:
         self.calls: list[tuple[int, int]] = []
+        self.filters: list[float] = []
         self.short, self.backend, self.folder, self.ended = short, backend, Path(), False
 
     def generate(self, input_ids: list[list[int]], sampling_params: dict[str, Any], return_logprob: bool) -> list[dict[str, Any]]:
         new = sampling_params["max_new_tokens"]
         self.calls.append((len(input_ids), new))
+        self.filters.append(sampling_params["top_p"])
         if self.folder != Path():
             events = [
                 {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": 40.0}
@@ -597,7 +599,7 @@ def test_the_first_load_is_measured_first() -> None:
     assert "cuda_graph_backend_prefill" not in sglang.contenders(["fa3"], everything)["stock fa3"]  # as it comes
     with pytest.raises(ValueError, match="--contenders 'stocks': there are zoo, stock, eager-prefill, deterministic"):
         sglang.contenders(["fa3"], ["zoo", "stocks"])
-    for text in ("64", "64x", "x128", "0x128", "64x128,"):
+    for text in ("64", "64x", "x128", "0x128", "64x128,", "64x128@", "64x128@0", "64x128@0.0", "64x128@1.5", "64x128@x"):
         with pytest.raises(ValueError, match="is not batch x new"):
             sglang.parse_loads(text)
 
@@ -790,6 +792,17 @@ def test_a_bench_warms_each_batch_once_and_checks_the_count() -> None:
     assert engine.calls == [(64, 8), (64, 128), (64, 1), (64, 1), (1, 8), (1, 1), (1, 1), (1, 1), (1, 128)]
     with pytest.raises(ValueError, match="7 tokens came back, 8 were asked for"):
         engines.Bench(FakeEngine(short=1), 100).measure(MEASURES[0])
+
+
+def test_a_load_with_top_p_is_warmed_and_named_apart() -> None:
+    engine = FakeEngine()
+    bench = engines.Bench(engine, 100)
+    loads = sglang.parse_loads("64x128,64x128@0.95,64x128@.5")
+    assert [load.label for load in loads] == ["64x128", "64x128@0.95", "64x128@0.5"]
+    for load in loads:
+        bench.measure(load)
+    assert engine.calls == [(64, 8), (64, 128)] * 3
+    assert engine.filters == [1.0, 1.0, 0.95, 0.95, 0.5, 0.5]
 
 
 def test_a_profile_sums_kernels_and_gaps() -> None:

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weights_tools.inspect import wide_console
+from weights_tools.inspect import content_hash_of, wide_console
 from zoo.common.checkpoint import Checkpoint
 from zoo.testing import as_integers, ulp_distance
 
+ONLY_A, ONLY_B = "only in A", "only in B"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +34,7 @@ def differences(a: str, b: str) -> list[Difference]:
     out = []
     for name in dict.fromkeys([*left, *right]):
         if name not in left or name not in right:
-            out.append(Difference(name, "only in B" if name in right else "only in A"))
+            out.append(Difference(name, ONLY_B if name in right else ONLY_A))
             continue
         x, y = left[name], right[name]
         if (x.dtype, x.shape) != (y.dtype, y.shape):
@@ -45,17 +46,26 @@ def differences(a: str, b: str) -> list[Difference]:
 
 
 def show(a: str, b: str, console: Console | None = None) -> bool:
-    """Prints the report; True when all bytes are equal."""
+    """Prints the report; True when all bytes are equal. Where names differ, it says first whether the weights that load do."""
     console = console or wide_console()
     found = differences(a, b)
     if not found:
         console.print("all tensors have the same bytes")
         return True
+    if {ONLY_A, ONLY_B} & {line.reason for line in found}:
+        console.print(_forms(a, b), highlight=False, markup=False, soft_wrap=True)
     table = Table("tensor", "difference", "elements", "of", "max ulp", title=f"{len(found)} tensors differ")
     for line in found:
         table.add_row(line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp))
     console.print(table)
     return False
+
+
+def _forms(a: str, b: str) -> str:
+    mine, theirs = (content_hash_of(Checkpoint.open(path)) for path in (a, b))
+    if mine == theirs and not mine.startswith("none"):
+        return f"the same weights in two forms: models loaded from A and B have one content hash, {mine}"
+    return f"content hash of A: {mine}; of B: {theirs}"
 
 
 def _between(name: str, x: Tensor, y: Tensor) -> Difference | None:

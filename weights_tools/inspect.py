@@ -72,6 +72,22 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     console.print(listing)
 
 
+def content_hash_of(source: Checkpoint) -> str:
+    """The content hash that a model loaded from here reports, whatever the form; "none: " and the reason where there is none.
+
+    Streams the data once.
+    """
+    try:
+        made = model_class(source.config)
+        table = made.table(made.config_class.from_hf(source.config))
+        own = has_zoo_names(source, table)
+        if own:
+            match_zoo(source, table)
+        return _hash(source, table, own)
+    except ValueError as error:
+        return f"none: {error}"
+
+
 def wide_console() -> Console:
     """The terminal's console; into a file or a pipe names are not folded."""
     console = Console()

@@ -47,12 +47,13 @@ def verify(
     store: Store = None,
 ) -> None:
     """Climb the ladder: prove on this machine that trainer and sampler give the same bytes. Exit status 1 if a byte differs."""
-    from zoo.verify import run
+    from zoo.verify.asked import Asked, lengths_of, rungs_of
 
-    console = _console()
-    chosen = run.rungs_of(rungs)
-    asked = run.Asked(arch, checkpoint, device, size, layers, chosen, run.lengths_of(lengths), layout, engine, seed, store)
-    result = run.verify(asked, console, json_file, report, reproduction)
+    chosen = rungs_of(rungs)
+    asked = Asked(arch, checkpoint, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store)
+    from zoo.verify import run  # torch, which takes seconds
+
+    result = run.verify(asked, _console(), json_file, report, reproduction)
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -130,7 +131,7 @@ def generate(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops or models")]) -> None:
+def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops or models", show_default=False)] = "") -> None:
     """Run benchmarks.ops or benchmarks.models of a source checkout; everything after the name goes to it."""
     import runpy
 
@@ -138,7 +139,7 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops 
         typer.echo(context.get_help())
         raise typer.Exit
     if what not in ("ops", "models"):
-        raise ValueError(f"there is no benchmark {what!r}; there are ops and models")
+        raise ValueError(f"{f'there is no benchmark {what!r}' if what else 'no benchmark is named'}; there are ops and models")
     root = Path(__file__).parents[1]
     if not (root / "benchmarks" / f"{what}.py").exists():
         raise ValueError(f"benchmarks/{what}.py is not beside the package in {root}: benchmarks run from a source checkout")

@@ -415,14 +415,19 @@ def test_stand_in_requests_are_checked_before_they_run() -> None:
     check_request(top_logprobs_num=8)
     with pytest.raises(ValueError, match="return_sampling_mask is not served"):
         check_request(return_sampling_mask=True)
-    with pytest.raises(ValueError, match="image_data is not served"):
-        check_request(image_data=["http://x"])
+    for field, value in (("image_data", ["http://x"]), ("lora_id", "a"), ("return_entropy", True)):  # the last two do nothing in SGLang
+        with pytest.raises(ValueError, match=f"{field} is not served"):
+            check_request(**{field: value})
     # these would end SGLang's scheduler
     for odd in (8, -1):
         with pytest.raises(ValueError, match=f"token id {odd} of the prompt is outside the vocabulary of 8"):
             check_request([0, odd, 7])
     with pytest.raises(ValueError, match="top_logprobs_num 9 is more than the vocabulary of 8"):
         check_request(top_logprobs_num=9)
+    for start in (None, -1, 0, 2):
+        check_request(logprob_start_len=start)
+    with pytest.raises(ValueError, match="logprob_start_len -2 is below -1"):
+        check_request(logprob_start_len=-2)
 
 
 def test_stand_in_the_request_hook_knows_prompt_and_vocabulary() -> None:
@@ -506,7 +511,10 @@ def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, mon
 
     def compute(every_RV: Tensor, *asked: Any) -> Any:
         seen.append((every_RV, asked[:2]))
-        return types.SimpleNamespace(token_logprobs=every_RV[:, 0], write_output_to=seen.append)
+        named = [[] if ids is None else every_RV[i, ids] for i, ids in enumerate(asked[1])]  # as SGLang's own leaves them
+        more = types.SimpleNamespace(token_logprobs=every_RV[:, 0], token_ids_logprobs_val=named)
+        more.write_output_to = lambda output: seen.append((output, more))
+        return more
 
     sampler.output_logprob_processor = types.SimpleNamespace(compute_logprobs=compute)
     rows = RowSampling.of([SamplingParams(temperature=temperature)] * 3, [0] * 3, "cpu")
@@ -514,8 +522,10 @@ def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, mon
     sampler.compute_logprobs_only(output, info, [0] * 3, [None] * 3)
     assert seen == [] and output.next_token_logprobs is None
     sampler.compute_logprobs_only(output, info, [0] * 3, [None, [5, 9], None])
-    (every_RV, asked), written = seen
+    (every_RV, asked), (written, more) = seen
     assert asked == ([0] * 3, [None, [5, 9], None]) and written is output and output.next_token_logprobs is None
+    # SGLang's scheduler calls tolist on each
+    assert [v.tolist() for v in more.token_ids_logprobs_val] == [[], every_RV[1, [5, 9]].tolist(), []]
     scaled_RV = logits_RV * rows.inverse_temperature_R[:, None]
     wanted = [ops.log_prob_of_logits(scaled_RV, torch.full((3,), t), program=program).log_prob_R for t in range(300)]
     assert torch.equal(every_RV.view(torch.int32), torch.stack(wanted, 1).view(torch.int32))
@@ -566,6 +576,10 @@ def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3
     assert ids_of is not None and ids_of[0] == [] and [row[0] for row in ids_of[1]] == seven[6:].tolist()
     # control: the neighbouring row is another number
     assert not torch.equal(found.input_token_logprobs[:-1], wanted.log_prob_R[index][1:])
+    # an empty list of ids beside another request's: an empty entry for each of its prompt's scored rows
+    found = prompt_scores(serving, hidden, targets, counts, begins, [0, 0], [[], [7, 8]])
+    assert found is not None and found.input_token_ids_logprobs_val == [[[]] * 4, ids_of[1]]
+    assert found.input_token_ids_logprobs_idx == [[[]] * 4, [[7, 8]] * 5]
     assert prompt_scores(serving, hidden, targets[:0], counts, [6, 5], [0, 0], [None, None]) is None
     with pytest.raises(ValueError, match="8 prompt tokens for 9 scored rows"):
         prompt_scores(serving, hidden, targets[:-1], counts, begins, [0, 0], [None, None])

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import zoo
 from weights_tools.make_tiny import make_tiny
+from zoo.common.engine import Engine
+from zoo.common.registry import model_class
 from zoo.common.rows import Rows
 from zoo.common.training import ForRL
 from zoo.qwen3 import Qwen3ForServing
@@ -226,5 +228,20 @@ class TestFSDP2:
         sharded = next(p for p in model.parameters() if p.shape == weights[-1][1].shape)
         with pytest.raises(ValueError, match=f"{name} must be a dense tensor with data, whole on one device, not a sharded one"):
             whole.load_weights([weights[0], (name, sharded)])
-        whole.load_state_dict({name: parameter.full_tensor() for name, parameter in model.named_parameters()})
+        gathered = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        whole.load_state_dict(gathered)
         assert whole.weights_version == version
+
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5"])
+    def test_gathered_weights_are_published(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str) -> None:
+        """As the SGLang plugin's page does it."""
+        trainer = load(checkpoints(arch))
+        version = trainer.weights_version
+        for unit in trainer.sharding_units():
+            fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+        parameters = {name: p.full_tensor() for name, p in trainer.named_parameters()}
+        published = [(piece.published, piece.of(parameters[entry.ours])) for entry, piece in trainer.table_of().pieces()]
+        served: Any = model_class({"model_type": arch}, "serving").from_config(trainer.config, seed=1, device="cpu")
+        engine = Engine(served, pages=4, max_batch=1)
+        assert engine.update_weights(published[:-1]) != version  # the control
+        assert engine.update_weights(published) == version

@@ -588,8 +588,10 @@ def test_fingerprint(copy: Path) -> None:
     assert mine.realisation["qualification"] == "unqualified" and mine.toolchain["torch"] == torch.__version__
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    with pytest.raises(ValueError, match=rf"differ in 1 line\(s\): weights: {mine.weights} against {model.weights_version}"):
+    with pytest.raises(ValueError, match=rf"differ in 1 line\(s\): weights: {mine.weights} against {model.weights_version} \(this one"):
         mine.check(model.fingerprint())
+    with pytest.raises(ValueError, match="float32 on cpu, not torch.bfloat16 on cpu: give dtype=torch.float32"):
+        load(copy, program="transformers")
     other = load(copy, program="transformers", dtype=torch.float32).fingerprint()
     with pytest.raises(ValueError, match="dtype: bfloat16 against float32"):
         mine.check(other)
@@ -758,6 +760,23 @@ def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not in the zoo's naming"):
         convert(published, tmp_path / "wrong", "hf")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path, tmp_path: Path) -> None:
+    own, version = tmp_path / "own", load(published).weights_version
+    convert(published, own, "zoo", shard_bytes=300_000)
+    for pair in ((published, own), (own, published)):
+        result = CliRunner().invoke(app, ["compare", *map(str, pair)])
+        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms")
+        assert result.output.splitlines()[0].endswith(f" {version}") and "only in A" in result.output
+    rewrite(own, lambda name, t: t + (t == t.max()) if name == "model.embed.weight" else t)  # the control
+    output = CliRunner().invoke(app, ["compare", str(published), str(own)]).output
+    assert output.startswith(f"content hash of A: {version}; of B: ") and output.count(version) == 1
+    broken = shutil.copytree(own, tmp_path / "broken")
+    for folder, name in ((own, "model.embed.weight"), (broken, "model.norm.weight")):  # two without a hash
+        rewrite(folder, lambda given, t, name=name: None if given == name else t)
+    output = CliRunner().invoke(app, ["compare", str(own), str(broken)]).output
+    assert output.startswith("content hash of A: none: ") and "; of B: none: " in output and output.count("1 parameters missing") == 2
 
 
 def test_shards_are_read_by_safetensors(published: Path, tmp_path: Path) -> None:

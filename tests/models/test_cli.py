@@ -21,8 +21,8 @@ from zoo.common import ops
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear
 from zoo.common.program import DECISIONS
+from zoo.verify.asked import lengths_of, rungs_of
 from zoo.verify.audit import COMMON, FILES, audit, findings_in
-from zoo.verify.run import lengths_of, rungs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., int]
@@ -136,6 +136,8 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("verify", "qwen3", "--rungs", "6"), "the ladder has the rungs 1 to 5"),
         (("verify", "qwen3", "--rungs", "x"), "must be like 3, 1,3 or 1-5"),
         (("verify", "qwen3", "--lengths", "1,-2"), "--lengths '1,-2' must be whole numbers"),
+        (("verify", "qwen3", "--lengths", "9000"), "--lengths 9000: a sequence has 1 to 4096 tokens here"),
+        (("verify", "qwen3", "--lengths", "9", "--checkpoint", "CHECKPOINT", "--layers", "1"), "--layers is for random weights"),
         (("verify", "qwen3", "--device", "tpu"), "--device 'tpu' must be cpu or cuda"),
         (("verify", "qwen3", "--engine", "vllm"), "--engine 'vllm' must be embedded or sglang"),
         (("verify", "qwen3", "--engine", "sglang", "--device", "cpu"), "--engine sglang needs a GPU, the ladder runs on cpu"),
@@ -166,7 +168,8 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("qualify", "--kernel", "a:b"), "--kernel needs --op"),
         (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "finds modules of the current folder"),
         (("qualify", "--size", "8b"), "--size needs --arch"),
-        (("bench", "cakes"), "there is no benchmark 'cakes'"),
+        (("bench",), "no benchmark is named; there are ops and models"),
+        (("bench", "cakes"), "there is no benchmark 'cakes'; there are ops and models"),
         (("bench", "ops", "--device", "cpu"), "--device cpu runs references on a wall clock: add --smoke"),
         (("bench", "ops", "cakes"), "there is no op 'cakes'"),
     ],
@@ -177,6 +180,52 @@ def test_bad_input_is_one_sentence(
     assert cli(*(a.replace("CHECKPOINT", str(checkpoint)) for a in arguments)) == 2
     out, said = capsys.readouterr()
     assert sentence in said and said.startswith("error: ") and len(said.strip().splitlines()) == 1 and not out
+
+
+LIGHT = """
+import sys
+from zoo.cli import main
+arguments = sys.argv[1:]
+sys.argv = ["zoo", *arguments]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "light"),
+    [
+        ("verify deepseek_v4", True),
+        ("verify llama", True),
+        ("verify qwen3 --rungs 6", True),
+        ("verify qwen3 --lengths 0,5", True),
+        ("verify qwen3 --lengths x", True),
+        ("verify qwen3 --layout tp2", True),
+        ("verify qwen3 --engine vllm", True),
+        ("verify glm5 --engine sglang", True),
+        ("bench", True),
+        ("bench cakes", True),
+        ("verify qwen3 --device tpu", False),  # the control
+    ],
+)
+def test_what_needs_no_torch_is_refused_without_it(arguments: str, light: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, *arguments.split()], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["2", str(not light)] and done.stderr.startswith("error: "), done.stderr
+
+
+@pytest.mark.parametrize(("length", "builds"), [(9000, False), (9, True)])
+def test_lengths_are_checked_before_models_are_built(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], length: int, builds: bool
+) -> None:
+    def built(*_: object, **__: object) -> None:
+        raise ValueError("built")
+
+    monkeypatch.setattr("zoo.verify.run.build", built)
+    for more in ((), ("--checkpoint", checkpoint)):
+        assert cli("verify", "qwen3", "--device", "cpu", "--lengths", length, *more) == 2
+        assert ("error: built" in capsys.readouterr().err) == builds
 
 
 def test_rungs_and_lengths() -> None:

@@ -267,9 +267,36 @@ def test_an_outside_kernel_that_breaks_the_row_law_is_caught() -> None:
     assert found.equal != "bytes equal to ours in 10 of 10 cases"
 
 
-def test_an_outside_kernel_of_another_signature_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ops\.linear takes"):
-        qualify.put_through("linear", f"{HERE}:fast_linear", PROGRAM)
+def swapped(weight_NK, x_RK, *, program, out_dtype=None, k_parts=1):  # type: ignore[no-untyped-def]
+    raise AssertionError("never called")
+
+
+def with_more(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1, **options):  # type: ignore[no-untyped-def]
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        ("fast_linear", "lacks the parameter program"),
+        ("with_more", "has a parameter options that the op lacks"),
+        ("swapped", "has the op's parameters in another order"),
+    ],
+)
+def test_an_outside_kernel_of_another_signature_is_refused(kernel: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"{kernel} {fault}: it takes \(.*, ops\.linear takes \(x_RK"):
+        qualify.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
+
+
+def bare(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1):  # type: ignore[no-untyped-def]
+    return ops.linear(x_RK, weight_NK, program=program, out_dtype=out_dtype, k_parts=k_parts)
+
+
+def test_an_outside_kernel_needs_no_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = qualify.cases_of("linear", PROGRAM)[:1]
+    monkeypatch.setattr(qualify, "cases_of", lambda op, program: cases)
+    found = qualify.put_through("linear", f"{HERE}:bare", PROGRAM)
+    assert found.ok and found.kept == len(cases[0].laws)
 
 
 @pytest.mark.parametrize(("module", "hinted"), [("absent_module", True), ("zoo.absent", True), ("needs_absent_module", False)])

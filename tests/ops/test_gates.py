@@ -157,7 +157,7 @@ def test_gates_saturate_without_overflow() -> None:
 
 
 @pytest.mark.parametrize("a", [-20.0, -8.0, 8.0, 60.0])
-@pytest.mark.parametrize("b", [-60.0, -8.0, 8.0])
+@pytest.mark.parametrize("b", [-60.0, -8.0, 8.0, 20.0])
 def test_gradients_of_saturated_gates(a: float, b: float) -> None:
     """Each decay near 0 or near 1 and each beta near 0 or near 1 alone, so that no other one hides its error."""
     rows = {"a": a + torch.randn(9, 3), "b": b + torch.randn(9, 3)}
@@ -172,6 +172,28 @@ def test_gradients_of_saturated_gates(a: float, b: float) -> None:
         assert relative_error(found[name], wanted[name]) < bound, name
         if name == "b" or (a < 0 and name != "a_log"):  # the control; where all is forgotten these hardly depend on the gate
             assert relative_error(moved[name], wanted[name]) > 2 * bound, name
+
+
+SIGMOIDS: dict[str, Any] = {
+    "delta_gate": lambda g: ops.delta_gate(zeros(g.shape), g, zeros(1), zeros(1), program=ALIGNED)[1],
+    "output_gate": lambda g: ops.output_gate(torch.ones_like(g), g, program=ALIGNED),
+}
+
+
+@pytest.mark.parametrize("op", SIGMOIDS)
+def test_a_sigmoids_slope_keeps_its_digits(op: str) -> None:
+    """Each gate alone, in FP32, against exp(-|g|) / (1 + exp(-|g|))^2 in float64: s (1 - s), as torch has it, has none left near 1."""
+    gate = torch.linspace(-80, 80, 641)[:, None]
+    wide = torch.exp(-gate.double().abs())
+    wanted = wide / (1 + wide) ** 2
+
+    def errs(sigmoid: Any) -> Tensor:
+        leaf = gate.clone().requires_grad_()
+        return (torch.autograd.grad(sigmoid(leaf).sum(), leaf)[0].double() - wanted).abs() > FP32_BOUND * wanted
+
+    assert not errs(SIGMOIDS[op]).any()
+    control = errs(torch.sigmoid)
+    assert control[gate > 18].all() and not control[gate < 0].any()
 
 
 @pytest.mark.parametrize("gate", [-1e30, -120.0, 0.0, 120.0, 1e30])

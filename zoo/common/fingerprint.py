@@ -36,7 +36,7 @@ class Fingerprint:
     realisation: dict[str, str]
 
     def check(self, other: Fingerprint) -> None:
-        """ValueError listing the differing lines of program and weights."""
+        """ValueError listing the differing lines of program and weights, this one's against the other's."""
         mine, theirs = ({**f.program, "weights": f.weights} for f in (self, other))
         lines = [
             f"{name}: {mine.get(name, 'absent')} against {theirs.get(name, 'absent')}"
@@ -44,7 +44,7 @@ class Fingerprint:
             if mine.get(name) != theirs.get(name)
         ]
         if lines:
-            raise ValueError(f"fingerprints differ in {len(lines)} line(s): " + "; ".join(lines))
+            raise ValueError(f"fingerprints differ in {len(lines)} line(s): {'; '.join(lines)} (this one's against the given one's)")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

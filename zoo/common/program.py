@@ -123,7 +123,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contribut
     text = {value: key for key, value in DTYPES.items()}.get(dtype)
     if name == "transformers":
         if text != "float32" or kind != "cpu":
-            raise ValueError(f"program 'transformers' is float32 on cpu, not {dtype} on {kind}")
+            raise ValueError(f"program 'transformers' is float32 on cpu, not {dtype} on {kind}: give dtype=torch.float32 and device='cpu'")
         return Program(name, kind, text, contributors=contributors)
     if text != "bfloat16":
         raise ValueError(

@@ -25,8 +25,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # fields of the request itself that the plugin does not serve
 UNSERVED = (
-    "lora_path", "custom_logit_processor", "return_hidden_states", "return_sampling_mask", "image_data", "video_data",
-    "audio_data", "input_embeds", "session_params", "positional_embed_overrides", "sampling_logprobs_mode", "watermark",
+    "lora_path", "lora_id", "return_entropy", "return_indexer_topk", "custom_logit_processor", "return_hidden_states",
+    "return_sampling_mask", "image_data", "video_data", "audio_data", "input_embeds", "session_params", "positional_embed_overrides",
+    "sampling_logprobs_mode", "watermark",
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
 
 def check_request(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
     """ValueError, one sentence, for a request (one item of SGLang's GenerateReqInput) that is not served exactly, or would end the
-    scheduler: token ids, or a number of top log-probabilities, outside the vocabulary."""
+    scheduler: token ids, or a number of top log-probabilities, outside the vocabulary, a logprob_start_len below -1."""
     for name in UNSERVED:
         value = getattr(request, name, None)
         if value is not None and value is not False and value != []:
@@ -77,6 +78,9 @@ def check_request(request: Any, input_ids: Sequence[int] | None, vocabulary: int
     if input_ids is not None and len(input_ids) and not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
         odd = next(token for token in input_ids if not 0 <= token < vocabulary)
         raise ValueError(f"token id {odd} of the prompt is outside the vocabulary of {vocabulary}")
+    start = getattr(request, "logprob_start_len", None)
+    if start is not None and start < -1:
+        raise ValueError(f"logprob_start_len {start} is below -1, which scores no prompt token")
     most = getattr(request, "top_logprobs_num", None) or 0
     if most > vocabulary:
         raise ValueError(f"top_logprobs_num {most} is more than the vocabulary of {vocabulary}")

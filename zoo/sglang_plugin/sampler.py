@@ -120,4 +120,8 @@ class RowSampler(stock.Sampler):
         every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
         more = self.output_logprob_processor.compute_logprobs(every_RV, tops, wanted, token_R)
         more.token_logprobs = None
+        if more.token_ids_logprobs_val is not None:
+            # SGLang 0.5.17 leaves a list where a request named none, and would end as it reads a tensor of every request
+            none = every_RV.new_empty(0)
+            more.token_ids_logprobs_val = [none if isinstance(v, list) else v for v in more.token_ids_logprobs_val]
         more.write_output_to(output)

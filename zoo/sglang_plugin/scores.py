@@ -65,14 +65,14 @@ def prompt_scores(
         out.input_token_ids_logprobs_val, out.input_token_ids_logprobs_idx = [], []
         start = 0
         for length, wanted in zip(lengths, wanted_ids, strict=True):
-            values, repeated = [], []
-            if wanted is not None and length > 0:
+            repeated = [] if wanted is None else [list(wanted)] * max(length, 0)
+            entries: list[list[float]] = [[]] * len(repeated)  # what an empty list of ids gets
+            if wanted and repeated:
                 rows = slice(start, start + length)
                 columns = torch.tensor(wanted, device=head_VD.device)
                 logits_LC = ops.logits(hidden_WD[rows], head_VD.index_select(0, columns), program=program)
-                values = torch.clamp(logits_LC - scores.lse_R[rows, None], max=0.0).tolist()  # log_prob's last step
-                repeated = [list(wanted)] * length
-            out.input_token_ids_logprobs_val.append(values)
+                entries = torch.clamp(logits_LC - scores.lse_R[rows, None], max=0.0).tolist()  # log_prob's last step
+            out.input_token_ids_logprobs_val.append(entries)
             out.input_token_ids_logprobs_idx.append(repeated)
             start += max(length, 0)
     return out

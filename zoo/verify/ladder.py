@@ -13,19 +13,13 @@ from torch import Tensor, nn
 
 from zoo.common.engine import Completion
 from zoo.verify import live, ways
+from zoo.verify.asked import RUNGS
 from zoo.verify.samplers import Sampler, sampler
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Row, Spot, Tally, emptiness, shared_pattern
 from zoo.verify.trace import Divergence, Run, Tap, first_divergence
 from zoo.verify.ways import Seen
 
-RUNGS = {
-    1: "the same program twice",
-    2: "other batch shapes and launches",
-    3: "training against prefill, decode and graph",
-    4: "live sampling, scored by the trainer in another process",
-    5: "optimizer steps, then rungs 3 and 4 again",
-}
 REFERENCE = "the packed batch of training"
 SILENT = Tap()
 # AdamW's step: smaller ones are rounded away from BF16 weights; but every input of a row moves its sum, so that one which suits a

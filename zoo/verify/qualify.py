@@ -214,8 +214,8 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
         raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
     kernel = outside(path)
     ours = vars(importlib.import_module("zoo.common.ops"))[op]
-    if list(inspect.signature(kernel).parameters) != list(inspect.signature(ours).parameters):
-        raise ValueError(f"{path} takes {inspect.signature(kernel)}, ops.{op} takes {inspect.signature(ours)}")
+    if fault := _unlike(list(inspect.signature(kernel).parameters), list(inspect.signature(ours).parameters)):
+        raise ValueError(f"{path} {fault}: it takes {inspect.signature(kernel)}, ops.{op} takes {inspect.signature(ours)}")
     kept, equal, near = 0, 0, 0
     broken: list[str] = []
     missed: list[str] = []
@@ -242,6 +242,13 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
     text = f"bytes equal to ours in {equal} of {len(cases)} cases"
     gradient = _gradient(cases, program, op, kernel)
     return KernelReport(op, path, kept, broken, missed, numbers, gradient, text, _benchmark(cases, program, op, kernel))
+
+
+def _unlike(given: list[str], wanted: list[str]) -> str:
+    """How the names of a kernel's parameters differ from the op's; annotations and defaults are not asked for."""
+    more, less = ([name for name in one if name not in other] for one, other in ((given, wanted), (wanted, given)))
+    faults = [f"lacks the parameter {name}" for name in less] + [f"has a parameter {name} that the op lacks" for name in more]
+    return " and ".join(faults) or ("has the op's parameters in another order" if given != wanted else "")
 
 
 def _equal(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from zoo.verify.ladder import RUNGS, Result
+from zoo.verify.asked import RUNGS
+from zoo.verify.ladder import Result
 from zoo.verify.map import Place, words
 
 BINS = 96  # columns of the heat map, at most

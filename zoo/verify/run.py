@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,52 +19,12 @@ from zoo.common.shards import check_file, check_folder
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
-from zoo.verify.ladder import RUNGS, Ladder, Result
+from zoo.verify.asked import Asked, check_lengths
+from zoo.verify.ladder import Ladder, Result
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
-from zoo.verify.subject import Subject, build, config_of, is_large, settings_for, sizes
+from zoo.verify.subject import Subject, build, config_of, geometry, is_large, settings_for, sizes
 from zoo.verify.tally import Row
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The command line of `zoo verify`."""
-
-    arch: str
-    checkpoint: str | None
-    device: str | None
-    size: str
-    layers: int | None
-    rungs: tuple[int, ...]
-    lengths: tuple[int, ...] | None
-    layout: str | None
-    engine: str
-    seed: int
-    store: Path | None
-
-
-def rungs_of(text: str) -> tuple[int, ...]:
-    """3, 1,3 or 1-5. ValueError for anything else."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--rungs {text!r} must be like 3, 1,3 or 1-5")
-        span = range(int(first), int(last or first) + 1)
-        if not span or span[0] < 1 or span[-1] > len(RUNGS):
-            raise ValueError(f"--rungs {text!r}: the ladder has the rungs 1 to {len(RUNGS)}")
-        found |= set(span)
-    return tuple(sorted(found))
-
-
-def lengths_of(text: str | None) -> tuple[int, ...] | None:
-    """1,63,300. ValueError for anything else."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--lengths {text!r} must be whole numbers with commas between them")
-    return tuple(int(part) for part in parts)
 
 
 def device_of(name: str | None) -> str:
@@ -81,13 +40,14 @@ def device_of(name: str | None) -> str:
 def verify(asked: Asked, console: Console, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
     """Climbs, prints the table, writes the files. ValueError for whatever the user got wrong."""
     device = device_of(asked.device)
-    check_engine(asked.engine, device, asked.arch)
-    if asked.layout is not None:
-        raise ValueError(f"--layout {asked.layout!r} is not supported yet: one device only")
+    check_engine(asked.engine, device)
     if reproduction is not None:
         check_folder(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
+    if asked.lengths is not None:
+        config, _ = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers)
+        check_lengths(asked.lengths, config.positions)
     if asked.store is not None:
         qualification.use(asked.store)
     with console.status("building") as status:

@@ -13,16 +13,9 @@ from torch import Tensor
 from zoo.common.registry import model_class
 from zoo.common.serving import ForServing
 from zoo.common.training import ForRL
+from zoo.verify.asked import SIZES, check_arch, check_lengths
 
-SIZES = {
-    "qwen3": "zoo.qwen3:SIZES",
-    "qwen3_moe": "zoo.qwen3:MOE_SIZES",
-    "qwen3_5": "zoo.qwen3_5:SIZES",
-    "qwen3_5_moe": "zoo.qwen3_5:MOE_SIZES",
-    "glm5": "zoo.glm5:SIZES",
-}
 PUBLISHED = {"glm5": "glm_moe_dsa"}  # the model_type of an architecture that is named otherwise
-PLANNED = ("deepseek_v4",)
 LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
 
 
@@ -93,10 +86,7 @@ class Subject:
 
 def sizes(arch: str) -> dict[str, Any]:
     """Published and tiny geometries of an architecture by name. ValueError for one that is unknown or not built yet."""
-    if arch in PLANNED:
-        raise ValueError(f"architecture {arch!r} is planned but not built yet; there are {', '.join(SIZES)}")
-    if arch not in SIZES:
-        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(SIZES)}")
+    check_arch(arch)
     module, name = SIZES[arch].split(":")
     found: dict[str, Any] = vars(importlib.import_module(module))[name]
     return found
@@ -117,6 +107,23 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
     return config.first_layers(layers)
 
 
+def geometry(arch: str, checkpoint: str | None, size: str, layers: int | None) -> tuple[Any, dict[str, Any]]:
+    """The config of a checkpoint or of random weights, and its config.json. ValueError for whatever the user got wrong."""
+    from zoo.common.hub import read_config
+
+    check_arch(arch)
+    if checkpoint is None:
+        config = config_of(arch, size, layers)
+        return config, config.to_hf()
+    if layers is not None:
+        raise ValueError("--layers is for random weights; a checkpoint has all its layers")
+    fields = read_config(checkpoint, None)
+    kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
+    if kind != PUBLISHED.get(arch, arch):
+        raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
+    return model_class(fields).config_class.from_hf(fields), fields
+
+
 def build(
     arch: str,
     *,
@@ -128,21 +135,8 @@ def build(
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
     """Both models, from a checkpoint or from random weights. ValueError for whatever the user got wrong."""
-    from zoo.common.hub import read_config
-
-    sizes(arch)
-    if checkpoint is None:
-        config = config_of(arch, size, layers)
-        fields = config.to_hf()
-        source: dict[str, Any] = {"config": fields, "seed": seed}
-    else:
-        if layers is not None:
-            raise ValueError("--layers is for random weights; a checkpoint has all its layers")
-        fields = read_config(checkpoint, None)
-        kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
-        if kind != PUBLISHED.get(arch, arch):
-            raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
-        source = {"checkpoint": str(checkpoint)}
+    _, fields = geometry(arch, checkpoint, size, layers)
+    source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint)}
     made = []
     for role in ("rl", "serving"):
         say(f"building the {'trainer' if role == 'rl' else 'server'}")
@@ -176,10 +170,7 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
         # decode with slots is the dearest of a CPU's climb: 140 tokens close two chunks
         small = (1, 63, 64, 65, 140 if slots and not (cuda or large) else 300)
         lengths = (1, 64, 593, 594, 1025, 2049, 4096) if large else (*small, 593, 2060) if cuda else small
-    longest = subject.trainer.config.positions
-    for length in lengths:
-        if not 1 <= length <= longest:
-            raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
+    check_lengths(lengths, subject.trainer.config.positions)
     pages = tuple(size for size in (16, 64, 80) if size != memory.page_size)[:2] if subject.server.takes_any_page else ()
     tail = 64 if large else 200 if cuda else None
     batches = (1, 8, 32 if slots else 64)  # a state is far larger than a page

@@ -8,8 +8,9 @@ from torch import Tensor
 
 def output_gate_backward(grad: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     accumulate = torch.promote_types(x.dtype, torch.float32)
-    upstream, sigmoid = grad.to(accumulate), 1 / (1 + torch.exp(-gate.to(accumulate)))
-    grad_gate = upstream * x.to(accumulate) * sigmoid * (1 - sigmoid)
+    upstream, wide = grad.to(accumulate), gate.to(accumulate)
+    sigmoid, rest = 1 / (1 + torch.exp(-wide)), 1 / (1 + torch.exp(wide))  # 1 - sigmoid has no digits left where it is near 1
+    grad_gate = upstream * x.to(accumulate) * sigmoid * rest
     if gate.shape != x.shape:
         grad_gate = grad_gate.sum(-1, keepdim=True)
     return (upstream * sigmoid).to(x.dtype), grad_gate.to(gate.dtype)

@@ -1,0 +1,92 @@
+"""What `zoo verify` is asked for, checked by what is written alone: this page imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SIZES = {
+    "qwen3": "zoo.qwen3:SIZES",
+    "qwen3_moe": "zoo.qwen3:MOE_SIZES",
+    "qwen3_5": "zoo.qwen3_5:SIZES",
+    "qwen3_5_moe": "zoo.qwen3_5:MOE_SIZES",
+    "glm5": "zoo.glm5:SIZES",
+}
+PLANNED = ("deepseek_v4",)
+ENGINES = ("embedded", "sglang")
+EMBEDDED_ONLY = ("glm5",)  # what the plugin does not serve
+RUNGS = {
+    1: "the same program twice",
+    2: "other batch shapes and launches",
+    3: "training against prefill, decode and graph",
+    4: "live sampling, scored by the trainer in another process",
+    5: "optimizer steps, then rungs 3 and 4 again",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line of `zoo verify`. ValueError for an architecture, layout or engine that there is not."""
+
+    arch: str
+    checkpoint: str | None
+    device: str | None
+    size: str
+    layers: int | None
+    rungs: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    layout: str | None
+    engine: str
+    seed: int
+    store: Path | None
+
+    def __post_init__(self) -> None:
+        check_arch(self.arch)
+        if self.layout is not None:
+            raise ValueError(f"--layout {self.layout!r} is not supported yet: one device only")
+        if self.engine not in ENGINES:
+            raise ValueError(f"--engine {self.engine!r} must be {' or '.join(ENGINES)}")
+        if self.engine == "sglang" and self.arch in EMBEDDED_ONLY:
+            raise ValueError(f"--engine sglang: the plugin does not serve {self.arch} yet")
+
+
+def check_arch(arch: str) -> None:
+    """ValueError for an architecture that is unknown or not built yet."""
+    if arch in PLANNED:
+        raise ValueError(f"architecture {arch!r} is planned but not built yet; there are {', '.join(SIZES)}")
+    if arch not in SIZES:
+        raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(SIZES)}")
+
+
+def rungs_of(text: str) -> tuple[int, ...]:
+    """3, 1,3 or 1-5. ValueError for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--rungs {text!r} must be like 3, 1,3 or 1-5")
+        span = range(int(first), int(last or first) + 1)
+        if not span or span[0] < 1 or span[-1] > len(RUNGS):
+            raise ValueError(f"--rungs {text!r}: the ladder has the rungs 1 to {len(RUNGS)}")
+        found |= set(span)
+    return tuple(sorted(found))
+
+
+def lengths_of(text: str | None) -> tuple[int, ...] | None:
+    """1,63,300. ValueError for anything else, and for 0."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--lengths {text!r} must be whole numbers with commas between them")
+    lengths = tuple(int(part) for part in parts)
+    if 0 in lengths:
+        raise ValueError(f"--lengths {text!r}: a sequence has at least 1 token")
+    return lengths
+
+
+def check_lengths(lengths: tuple[int, ...], longest: int) -> None:
+    """ValueError for a length that a model with `longest` positions has not."""
+    for length in lengths:
+        if not 1 <= length <= longest:
+            raise ValueError(f"--lengths {length}: a sequence has 1 to {longest} tokens here")
