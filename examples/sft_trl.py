@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from weights_tools.make_tiny import make_tiny
+from zoo.common.shards import check_fresh
 from zoo.common.training import ForRL, ModelOutput
 from zoo.qwen3 import Qwen3ForRL
 
@@ -95,12 +96,17 @@ def trainer_of(model: ForRL, folder: str | Path, texts: list[str], work: str | P
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a Qwen3 checkpoint; a tiny one is made if absent")
-    parser.add_argument("--out", help="an empty folder for the trained checkpoint")
+    parser.add_argument("--out", help="a folder, absent or empty, for the trained checkpoint")
     parser.add_argument("--steps", type=int, default=8)
     chosen = parser.parse_args()
+    if chosen.out is not None:
+        try:
+            check_fresh(chosen.out)  # before the training that would be lost
+        except ValueError as error:
+            parser.exit(2, f"error: --out: {error}\n")
     with tempfile.TemporaryDirectory() as work:
         folder = chosen.model or make_tiny("qwen3", Path(work) / "tiny")
-        out = Path(chosen.out or Path(work) / "trained")
+        out = Path(work) / "trained" if chosen.out is None else Path(chosen.out)
         model = Qwen3ForRL.from_pretrained(folder)
         trainer = trainer_of(model, folder, SENTENCES, Path(work) / "trl", max_steps=chosen.steps, disable_tqdm=True)
         trainer.train()

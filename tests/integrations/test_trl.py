@@ -124,6 +124,28 @@ def test_the_script_runs(example: ModuleType, monkeypatch: pytest.MonkeyPatch, c
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_folder_that_can_t_be_written_is_refused_before_training(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def began(*_: object) -> None:
+        raise RuntimeError("began")
+
+    monkeypatch.setattr(example, "make_tiny", began)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept.txt").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for name, why in (("full", "exists and is not an empty folder"), ("link", "is a symbolic link"), ("full/kept.txt/out", "is no folder")):
+        monkeypatch.setattr("sys.argv", ["sft_trl.py", "--out", str(tmp_path / name)])
+        with pytest.raises(SystemExit) as ended:
+            example.main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.startswith("error: --out: ") and why in said and said.count("\n") == 1
+    monkeypatch.setattr("sys.argv", ["sft_trl.py", "--out", str(tmp_path / "absent")])
+    with pytest.raises(RuntimeError, match="began"):  # the control
+        example.main()
+
+
 def served(path: Path) -> Tensor:
     """Log-probabilities of IDS from the serving twin, 0.0 on last rows as `score` has them."""
     server = Qwen3ForServing.from_pretrained(path, device="cpu")

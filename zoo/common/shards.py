@@ -162,13 +162,9 @@ def write_shards(
 def fresh_folder(path: str | Path) -> Iterator[Path]:
     """A temporary sibling that becomes `path` when the block succeeds and vanishes when it fails, with parents that it needed.
 
-    ValueError, before the block, for a `path` that `check_folder` refuses, a symbolic link and the working directory.
+    ValueError, before the block, for a `path` that `check_fresh` refuses.
     """
-    target = check_folder(path)
-    if target.is_symlink():
-        raise ValueError(f"{target} is a symbolic link; give the folder itself")
-    if target.exists() and target.samefile("."):
-        raise ValueError(f"{target} is the working directory, which can't be replaced; give a folder inside it")
+    target = check_fresh(path)
     absent = [folder for folder in target.parents if not os.path.lexists(folder)]
     work = None
     try:
@@ -188,6 +184,17 @@ def fresh_folder(path: str | Path) -> Iterator[Path]:
         for folder in absent:
             with suppress(OSError):  # it has something in it, or was never made
                 folder.rmdir()
+
+
+def check_fresh(path: str | Path) -> Path:
+    """The absolute path of a folder for `fresh_folder`. ValueError where `check_folder` raises it, for a symbolic link and the
+    working directory: what takes long asks before it begins."""
+    target = check_folder(path)
+    if target.is_symlink():
+        raise ValueError(f"{target} is a symbolic link; give the folder itself")
+    if target.exists() and target.samefile("."):
+        raise ValueError(f"{target} is the working directory, which can't be replaced; give a folder inside it")
+    return target
 
 
 def check_folder(path: str | Path) -> Path:
