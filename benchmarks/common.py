@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import statistics
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import zoo
 from zoo.common.registry import model_class
+from zoo.verify.asked import EMBEDDED_ONLY
 from zoo.verify.subject import config_of
 
 COLD_BYTES = 128 << 20  # more than twice an H200's L2: weights rotate through so much before one is read again
@@ -275,6 +277,22 @@ def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type
     config = config_of(arch, size, layers)
     fields = config.to_hf()
     return config, model_class(fields, "rl"), model_class(fields, "serving")
+
+
+def check_served(arch: str) -> None:
+    """ValueError for an architecture that the SGLang plugin doesn't serve."""
+    if arch in EMBEDDED_ONLY:
+        raise ValueError(f"the SGLang plugin does not serve {arch} yet")
+
+
+def check_server(device: str) -> None:
+    """ValueError where SGLang can't be started: it is not installed, or the `device` is cuda and there is no GPU."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "sglang is not installed: pip install -c constraints/sglang.txt '.[sglang]' in a checkout, on a machine with a CUDA GPU"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"SGLang serves on a CUDA GPU here: torch {torch.__version__} sees none")
 
 
 def has_slots(config: Any) -> bool:

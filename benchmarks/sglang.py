@@ -13,7 +13,6 @@ A row is written the moment it is measured; a rival's row carries the zoo's spee
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.admit import admit
-from benchmarks.common import Budget, Recorder, about, geometry, has_slots, table
+from benchmarks.common import Budget, Recorder, about, check_served, check_server, geometry, has_slots, table
 from benchmarks.engines import PROMPT, Contender, Measure
 from zoo.verify.subject import SIZES
 
@@ -380,17 +379,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
 
     try:
+        check_served(given.arch)
         config, _, _ = geometry(given.arch, given.size, given.layers)
         loads = parse_loads(given.loads)
         chosen = contenders(given.backends.split(","), (given.contenders or "zoo,stock,deterministic").split(","))
+        check_server("cuda")
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if importlib.util.find_spec("sglang") is None:
-        print(
-            "sglang is not installed: pip install -c constraints/sglang.txt '.[sglang]' in a checkout, on a machine with a CUDA GPU",
-            file=sys.stderr,
-        )
+        print(f"error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         return _run(given, config, chosen, loads, Path(folder), say)
@@ -408,7 +403,7 @@ def _run(
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with this process
     budget, measures = Budget(given.budget), plan(loads)
-    record = Recorder(given.out, about(torch.device("cuda" if torch.cuda.is_available() else "cpu"), smoke=False))
+    record = Recorder(given.out, about(torch.device("cuda"), smoke=False))
     logs, checkpoint = given.logs or folder / "logs", given.checkpoint or folder / "weights"
     logs.mkdir(parents=True, exist_ok=True)
     env = environment(Path.home() / ".cache" / "deep_gemm")

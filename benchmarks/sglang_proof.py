@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import sglang_phases as phases
-from benchmarks.common import Recorder, about, first_line, table
+from benchmarks.common import Recorder, about, check_served, check_server, first_line, table
 from benchmarks.sglang_phases import Model, say
 from zoo.common.fingerprint import products
 from zoo.verify.subject import SIZES
@@ -216,9 +216,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     try:
+        check_served(given.arch)
         model = Model(given.arch, given.size, given.layers)
+        if given.step is None:
+            check_server(phases.DEVICE)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if given.step is None:
         with tempfile.TemporaryDirectory() as folder:

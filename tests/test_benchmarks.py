@@ -875,7 +875,8 @@ def test_a_server_s_benchmark_refuses_what_there_is_not(capsys: pytest.CaptureFi
 def test_without_sglang_nothing_starts(installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[Any] = []
     monkeypatch.setattr(sglang, "_run", lambda *given: started.append(given) or 0)
-    monkeypatch.setattr(sglang.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sglang.main(["qwen3"]) == (0 if installed else 2) and len(started) == installed
     said = capsys.readouterr().err
-    assert not said if installed else said.startswith("sglang is not installed: ") and said.count("\n") == 1
+    assert not said if installed else said.startswith("error: sglang is not installed: ") and said.count("\n") == 1

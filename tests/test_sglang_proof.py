@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import sglang
 from benchmarks import sglang_phases as phases
 from benchmarks import sglang_proof as proof
 from benchmarks.common import Recorder
@@ -245,8 +247,36 @@ def test_what_the_engine_left_is_scored_before_the_server_starts(monkeypatch: py
         return types.SimpleNamespace(returncode=int(command[-1] == "engine"))
 
     monkeypatch.setattr(proof.subprocess, "run", step)
+    monkeypatch.setattr(proof, "check_server", lambda device: None)
     assert proof.main(["qwen3", "--size", "tiny", "--folder", str(tmp_path)]) == 1
     assert run == ["make", "engine", "score", "http", "score-http"]
     run.clear()
     proof.main(["qwen3", "--size", "tiny", "--folder", str(tmp_path), "--no-http"])
     assert run == ["make", "engine", "score"]
+
+
+@pytest.mark.parametrize("main", [proof.main, sglang.main], ids=["proof", "speed"])
+def test_what_can_t_be_served_is_one_sentence(
+    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def began(*_: object, **__: object) -> None:
+        raise RuntimeError("began")
+
+    def refused(arch: str) -> str:
+        assert main([arch, "--size", "tiny"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    monkeypatch.setattr(proof.subprocess, "run", began)
+    monkeypatch.setattr(sglang, "_run", began)
+    gpus, found = [False], [None, object()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus[0])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0])
+    assert "the SGLang plugin does not serve glm5 yet" in refused("glm5")
+    assert "sglang is not installed" in refused("qwen3")
+    found.pop(0)
+    assert f"SGLang serves on a CUDA GPU here: torch {torch.__version__} sees none" in refused("qwen3")
+    gpus[0] = True
+    with pytest.raises(RuntimeError, match="began"):  # the control
+        main(["qwen3", "--size", "tiny"])
