@@ -371,6 +371,17 @@ def test_a_refused_update_changes_nothing() -> None:
     assert numbers(served.run()[0]) == baseline("dense")[4]
 
 
+def test_an_iterator_of_weights_serves_one_engine() -> None:
+    first, second = (Engine(serving("dense"), pages=4) for _ in range(2))
+    published = serving("dense", seed=2).published_tensors()
+    version = first.update_weights(published)
+    with pytest.raises(ValueError, match="iterator of weights has no tensor left"):
+        second.update_weights(published)
+    assert second.version == second.model.weights_version == twins("dense")[1].weights_version != version
+    assert second.update_weights([]) == second.version  # the controls: what is empty on purpose, and a fresh iterator
+    assert second.update_weights(serving("dense", seed=2).published_tensors()) == version
+
+
 def test_weights_written_behind_the_engine_are_noticed() -> None:
     served = Engine(serving("dense"), pages=24, page_size=16)
     served.add(*REQUESTS[4])

@@ -182,7 +182,7 @@ class Pretrained(nn.Module):
         """Overwrites parameters in place from (published name, tensor) pairs; a partial list is fine, of one layout each.
 
         All names, shapes, dtypes and values are checked before the first write (so the list is held until then): a ValueError
-        leaves every byte as it was.
+        leaves every byte as it was. So is an iterator that names no tensor refused, since it was used up; an empty list is fine.
         `version` is a label that the fingerprint reports.
         """
         for view, tensor in self._writes(tensors):
@@ -204,7 +204,8 @@ class Pretrained(nn.Module):
         ours = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
-        for name, tensor in tensors:
+        given = 0
+        for given, (name, tensor) in enumerate(tensors, 1):
             found = places.find(name)
             if found is None:
                 if not table.is_carried(name):
@@ -224,6 +225,10 @@ class Pretrained(nn.Module):
                 aliases.append((name, tensor, entry, piece))
             else:
                 writes[name] = (view, tensor)
+        if not given and isinstance(tensors, Iterator):
+            raise ValueError(
+                "the iterator of weights has no tensor left: it may have served another update (`published_tensors()` gives a fresh one)"
+            )
         for name, tensor, entry, piece in aliases:
             fresh = [source for view, source in writes.values() if view.data_ptr() == piece.of(parameters[entry.ours]).data_ptr()]
             files.check_alias(name, tensor, fresh[0] if fresh else piece.of(parameters[entry.ours]), entry.ours)
