@@ -363,10 +363,17 @@ def test_a_refused_update_changes_nothing() -> None:
         ([(name, tensor), (QWEN3.weights("dense")[1][0], None)], "recompute", "must be a dense tensor with data, .* NoneType"),
         ([(name, tensor.to_sparse())], "recompute", "must be a dense tensor with data, .* torch.sparse_coo"),
         ([(name, tensor.to("meta"))], "recompute", "must be a dense tensor with data, .* meta"),
-        (None, "recompute", "weights must be .* pairs, not NoneType"),
+        (None, "recompute", "weights must be .* pairs, .* not NoneType"),
+        (dict([(name, tensor)]), "recompute", "weights must be .* pairs, as published_tensors gives, not dict"),
+        (served.model.state_dict(), "recompute", "weights must be .* pairs, .* not OrderedDict"),
+        (tensor, "recompute", "weights must be .* pairs, .* not Tensor"),
+        ([(name, tensor), name], "recompute", "pairs, entry 1 is a str and none"),
+        ([(tensor, name)], "recompute", "pairs, entry 0 is a tuple and none"),
     ):
         with pytest.raises(ValueError, match=message):
             served.update_weights(weights, mode)
+    with pytest.raises(ValueError, match="version must be text, a label for the fingerprint, not 3"):
+        served.update_weights(QWEN3.weights("dense"), version=3)  # type: ignore[arg-type]
     assert served.scheduler.running[0].request_id == request_id
     assert numbers(served.run()[0]) == baseline("dense")[4]
 
@@ -747,6 +754,9 @@ def test_records_are_drawn_again_together() -> None:
     good = engine().generate(prompts, params)
     check_draws(trainer, *good)
     check_draws(trainer)
+    for none in (list(good), good[0].to_dict()):
+        with pytest.raises(ValueError, match=f"one argument each .*, not a {type(none).__name__}"):
+            check_draws(trainer, none)
     bad = replace(good[1], sampling=replace(good[1].sampling, seed=1))
     other = replace(good[2], versions=(*good[2].versions[:-1], "0" * 32))
     with pytest.raises(ValueError, match=f"output token 6 of request '{other.request_id}' was drawn by weights 0{{32}}, this model has"):

@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -185,6 +185,8 @@ class Pretrained(nn.Module):
         leaves every byte as it was. So is an iterator that names no tensor refused, since it was used up; an empty list is fine.
         `version` is a label that the fingerprint reports.
         """
+        if version is not None and not isinstance(version, str):
+            raise ValueError(f"version must be text, a label for the fingerprint, not {version!r:.40}")
         for view, tensor in self._writes(tensors):
             view.copy_(tensor)
         self._label = version
@@ -196,8 +198,10 @@ class Pretrained(nn.Module):
 
     def _writes(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """(view of a parameter, what goes there), all of it checked."""
-        if not isinstance(tensors, Iterable):
-            raise ValueError(f"weights must be (published name, tensor) pairs, not {type(tensors).__name__}")
+        if not isinstance(tensors, Iterable) or isinstance(tensors, str | Mapping | Tensor):
+            raise ValueError(
+                f"weights must be (published name, tensor) pairs, as published_tensors gives, not {type(tensors).__name__}"
+            )
         table = self.table_of()
         places = Places(table)
         parameters = self._whole()
@@ -205,7 +209,10 @@ class Pretrained(nn.Module):
         writes: dict[str, tuple[Tensor, Tensor]] = {}
         aliases: list[tuple[str, Tensor, Entry, Piece]] = []
         given = 0
-        for given, (name, tensor) in enumerate(tensors, 1):
+        for given, pair in enumerate(tensors, 1):
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise ValueError(f"weights must be (published name, tensor) pairs, entry {given - 1} is a {type(pair).__name__} and none")
+            name, tensor = pair
             found = places.find(name)
             if found is None:
                 if not table.is_carried(name):

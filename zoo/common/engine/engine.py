@@ -201,8 +201,9 @@ class Engine:
 
         "recompute": requests in progress push their rows again, so all that follows equals a fresh engine on these weights given
         the same tokens. "keep": they go on with the old rows and their records say `exact=False`. An empty list adopts weights
-        written in place; an iterator that was used up is refused. `version` is a label for the fingerprint; `dtype` rounds a checkpoint's weights once, as in
-        `from_pretrained`, to the same bytes. ValueError, and nothing changed, for a wrong mode, name, shape, dtype or value.
+        written in place; an iterator that was used up is refused. `version` is a label, reported as `weights_label` in the
+        fingerprint's `realisation`; `dtype` rounds a checkpoint's weights once, as in `from_pretrained`, to the same bytes.
+        ValueError, and nothing changed, for a wrong mode, name, shape, dtype or value.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")

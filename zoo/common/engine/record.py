@@ -137,8 +137,12 @@ class Completion:
 def check_draws(model: ForRL, *records: Completion) -> None:
     """Draws every token of some records again from the trainer's rows, packed, with the seeds and filters recorded.
 
-    ValueError naming the first token that other weights drew, that comes out otherwise, or whose log-probabilities differ by a bit.
+    ValueError naming the first token that other weights drew, that comes out otherwise, or whose log-probabilities differ by a bit,
+    and for what is no record.
     """
+    for record in records:
+        if not isinstance(record, Completion):
+            raise ValueError(f"check_draws takes Completions, one argument each (*records), not a {type(record).__name__}")
     drawn_from = [record for record in records if record.output_ids]
     if not drawn_from:
         return
