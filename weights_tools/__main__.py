@@ -43,7 +43,7 @@ def inspect(
 
 @app.command()
 def compare(a: Annotated[str, typer.Argument(help="folder or hub id")], b: Annotated[str, typer.Argument(help="folder or hub id")]) -> None:
-    """Report every tensor whose bytes differ, and where names do whether the content hashes are equal; exit status 1 when any does."""
+    """Report every tensor whose bytes differ; of the same weights in two forms one sentence. Exit status 1 unless all bytes are equal."""
     from weights_tools.compare import show
 
     with _one_sentence():

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weights_tools.inspect import content_hash_of, wide_console
+from weights_tools.inspect import content_hash_of, table_of, wide_console
 from zoo.common.checkpoint import Checkpoint
 from zoo.testing import as_integers, ulp_distance
 
@@ -46,26 +46,35 @@ def differences(a: str, b: str) -> list[Difference]:
 
 
 def show(a: str, b: str, console: Console | None = None) -> bool:
-    """Prints the report; True when all bytes are equal. Where names differ, it says first whether the weights that load do."""
+    """Prints the report; True when all bytes are equal.
+
+    Where names differ, it says first whether the weights that load do. If not, names that only one form has are counted, and the
+    table lists what else differs: of carried tensors the content hash says nothing.
+    """
     console = console or wide_console()
     found = differences(a, b)
     if not found:
         console.print("all tensors have the same bytes")
         return True
+    listed, title = found, f"{len(found)} tensors differ"
     if {ONLY_A, ONLY_B} & {line.reason for line in found}:
-        console.print(_forms(a, b), highlight=False, markup=False, soft_wrap=True)
-    table = Table("tensor", "difference", "elements", "of", "max ulp", title=f"{len(found)} tensors differ")
-    for line in found:
-        table.add_row(line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp))
-    console.print(table)
+        sides = {ONLY_A: Checkpoint.open(a), ONLY_B: Checkpoint.open(b)}
+        mine, theirs = map(content_hash_of, sides.values())
+        if mine == theirs and not mine.startswith("none"):
+            carried = {reason: table_of(source).is_carried for reason, source in sides.items()}
+            listed = [line for line in found if line.reason not in carried or carried[line.reason](line.name)]
+            only = ", ".join(f"{sum(d.reason == r and d not in listed for d in found)} names {r}" for r in sides)
+            said = f"the same weights in two forms: models loaded from A and B have one content hash, {mine} ({only})"
+            title = f"{len(listed)} tensors beside them differ"
+        else:
+            said = f"content hash of A: {mine}; of B: {theirs}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    if listed:
+        table = Table("tensor", "difference", "elements", "of", "max ulp", title=title)
+        for line in listed:
+            table.add_row(line.name, line.reason, str(line.elements), str(line.count), "" if line.max_ulp is None else str(line.max_ulp))
+        console.print(table)
     return False
-
-
-def _forms(a: str, b: str) -> str:
-    mine, theirs = (content_hash_of(Checkpoint.open(path)) for path in (a, b))
-    if mine == theirs and not mine.startswith("none"):
-        return f"the same weights in two forms: models loaded from A and B have one content hash, {mine}"
-    return f"content hash of A: {mine}; of B: {theirs}"
 
 
 def _between(name: str, x: Tensor, y: Tensor) -> Difference | None:

@@ -78,14 +78,19 @@ def content_hash_of(source: Checkpoint) -> str:
     Streams the data once.
     """
     try:
-        made = model_class(source.config)
-        table = made.table(made.config_class.from_hf(source.config))
+        table = table_of(source)
         own = has_zoo_names(source, table)
         if own:
             match_zoo(source, table)
         return _hash(source, table, own)
     except ValueError as error:
         return f"none: {error}"
+
+
+def table_of(source: Checkpoint) -> WeightTable:
+    """The weight table of a checkpoint's config. ValueError for an architecture or config that is not supported."""
+    made = model_class(source.config)
+    return made.table(made.config_class.from_hf(source.config))
 
 
 def wide_console() -> Console:

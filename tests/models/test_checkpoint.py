@@ -767,8 +767,10 @@ def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path,
     convert(published, own, "zoo", shard_bytes=300_000)
     for pair in ((published, own), (own, published)):
         result = CliRunner().invoke(app, ["compare", *map(str, pair)])
-        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms")
-        assert result.output.splitlines()[0].endswith(f" {version}") and "only in A" in result.output
+        counts = [len(set(Checkpoint.open(x).tensors) - set(Checkpoint.open(y).tensors)) for x, y in (pair, pair[::-1])]
+        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms") and min(counts)
+        sentence, *more = result.output.splitlines()
+        assert sentence.endswith(f" {version} ({counts[0]} names only in A, {counts[1]} names only in B)") and not more
     rewrite(own, lambda name, t: t + (t == t.max()) if name == "model.embed.weight" else t)  # the control
     output = CliRunner().invoke(app, ["compare", str(published), str(own)]).output
     assert output.startswith(f"content hash of A: {version}; of B: ") and output.count(version) == 1
@@ -777,6 +779,18 @@ def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path,
         rewrite(folder, lambda given, t, name=name: None if given == name else t)
     output = CliRunner().invoke(app, ["compare", str(own), str(broken)]).output
     assert output.startswith("content hash of A: none: ") and "; of B: none: " in output and output.count("1 parameters missing") == 2
+
+
+def test_compare_of_two_forms_lists_what_is_carried(tmp_path: Path) -> None:
+    """The content hash knows nothing of it."""
+    whole, own = make_tiny("qwen3_5", tmp_path / "whole", layers=4, vision=True), tmp_path / "own"
+    convert(whole, own, "zoo")
+    name = next(name for name in Checkpoint.open(whole).tensors if "visual" in name)
+    assert len(CliRunner().invoke(app, ["compare", str(whole), str(own)]).output.splitlines()) == 1  # the control
+    rewrite(own, lambda given, t: None if given == name else t)
+    output = CliRunner().invoke(app, ["compare", str(whole), str(own)]).output
+    assert output.startswith("the same weights in two forms") and "1 tensors beside them differ" in output
+    assert output.count("only in A") == 2 and name in output
 
 
 def test_shards_are_read_by_safetensors(published: Path, tmp_path: Path) -> None:

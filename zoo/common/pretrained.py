@@ -199,9 +199,7 @@ class Pretrained(nn.Module):
     def _writes(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """(view of a parameter, what goes there), all of it checked."""
         if not isinstance(tensors, Iterable) or isinstance(tensors, str | Mapping | Tensor):
-            raise ValueError(
-                f"weights must be (published name, tensor) pairs, as published_tensors gives, not {type(tensors).__name__}"
-            )
+            raise ValueError(f"weights must be (published name, tensor) pairs, as published_tensors gives, not {type(tensors).__name__}")
         table = self.table_of()
         places = Places(table)
         parameters = self._whole()
