@@ -21,7 +21,10 @@ ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5"
 Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
 Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU", show_default=False)]
-Size = Annotated[str, typer.Option(help="geometry of random weights: tiny, or a published size in lower case (8b, 30b-a3b)")]
+Size = Annotated[
+    str | None,
+    typer.Option(help="geometry of random weights: tiny (by default), or a published size in lower case (8b, 30b-a3b)", show_default=False),
+]
 Layers = Annotated[int | None, typer.Option(help="fewer layers, for random weights", show_default=False)]
 Json = Annotated[Path | None, typer.Option("--json", help="write a JSON file", show_default=False)]
 Store = Annotated[Path | None, typer.Option(help="file of qualifications instead of the one in ~/.cache", show_default=False)]
@@ -32,7 +35,7 @@ def verify(
     arch: Arch,
     checkpoint: Checkpoint = None,
     device: Device = None,
-    size: Size = "tiny",
+    size: Size = None,
     layers: Layers = None,
     rungs: Annotated[str, typer.Option(help="3, 1,3 or 1-5")] = "1-5",
     lengths: Annotated[str | None, typer.Option(help="tokens of each sequence, 1,63,300", show_default=False)] = None,

@@ -31,7 +31,7 @@ class Asked:
     arch: str
     checkpoint: str | None
     device: str | None
-    size: str
+    size: str | None
     layers: int | None
     rungs: tuple[int, ...]
     lengths: tuple[int, ...] | None
@@ -42,6 +42,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         check_arch(self.arch)
+        check_random(self.checkpoint, self.size, self.layers)
         if self.layout is not None:
             raise ValueError(f"--layout {self.layout!r} is not supported yet: one device only")
         if self.engine not in ENGINES:
@@ -56,6 +57,14 @@ def check_arch(arch: str) -> None:
         raise ValueError(f"architecture {arch!r} is planned but not built yet; there are {', '.join(SIZES)}")
     if arch not in SIZES:
         raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(SIZES)}")
+
+
+def check_random(checkpoint: str | None, size: str | None, layers: int | None) -> None:
+    """ValueError for a geometry of random weights beside a checkpoint, which has its own."""
+    if checkpoint is not None and size is not None:
+        raise ValueError(f"--size is for random weights; a checkpoint has its own, {size!r} was asked for")
+    if checkpoint is not None and layers is not None:
+        raise ValueError("--layers is for random weights; a checkpoint has all its layers")
 
 
 def rungs_of(text: str) -> tuple[int, ...]:

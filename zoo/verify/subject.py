@@ -13,7 +13,7 @@ from torch import Tensor
 from zoo.common.registry import model_class
 from zoo.common.serving import ForServing
 from zoo.common.training import ForRL
-from zoo.verify.asked import SIZES, check_arch, check_lengths
+from zoo.verify.asked import SIZES, check_arch, check_lengths, check_random
 
 PUBLISHED = {"glm5": "glm_moe_dsa"}  # the model_type of an architecture that is named otherwise
 LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
@@ -107,16 +107,15 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
     return config.first_layers(layers)
 
 
-def geometry(arch: str, checkpoint: str | None, size: str, layers: int | None) -> tuple[Any, dict[str, Any]]:
+def geometry(arch: str, checkpoint: str | None, size: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
     """The config of a checkpoint or of random weights, and its config.json. ValueError for whatever the user got wrong."""
     from zoo.common.hub import read_config
 
     check_arch(arch)
+    check_random(checkpoint, size, layers)
     if checkpoint is None:
-        config = config_of(arch, size, layers)
+        config = config_of(arch, "tiny" if size is None else size, layers)
         return config, config.to_hf()
-    if layers is not None:
-        raise ValueError("--layers is for random weights; a checkpoint has all its layers")
     fields = read_config(checkpoint, None)
     kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
     if kind != PUBLISHED.get(arch, arch):
@@ -129,7 +128,7 @@ def build(
     *,
     checkpoint: str | None,
     device: str | None,
-    size: str = "tiny",
+    size: str | None = None,
     layers: int | None = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
