@@ -29,6 +29,9 @@ from zoo.verify.subject import config_of
 COLD_BYTES = 128 << 20  # more than twice an H200's L2: weights rotate through so much before one is read again
 MOST_SETS = 256
 PACKAGES = ("triton", "flash-attn-4", "sgl-deep-gemm", "flash-linear-attention", "tilelang", "sglang", "sglang-kernel", "transformers")
+# where none is asked for: what one GPU holds; GLM-5 is published larger
+USUAL_SIZES = {"qwen3": "8b", "qwen3_moe": "30b-a3b", "qwen3_5": "4b", "qwen3_5_moe": "35b-a3b", "glm5": "tiny"}
+USUAL_HELP = ", ".join(f"{size} for {arch}" for arch, size in USUAL_SIZES.items()) + " by default"
 Calls = Sequence[Callable[[], Any]]
 
 

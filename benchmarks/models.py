@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.admit import admit
-from benchmarks.common import Budget, Recorder, about, first_line, geometry, in_parallel, numbers
+from benchmarks.common import USUAL_HELP, USUAL_SIZES, Budget, Recorder, about, first_line, geometry, in_parallel, numbers
 from benchmarks.models_ablation import ablate, mixed, shares, switchable
 from benchmarks.models_accuracy import accuracy
 from benchmarks.models_bench import Bench, free, lines, twin
@@ -39,7 +39,7 @@ SMOKE = {"size": "tiny", "batches": "1,2", "contexts": "100", "documents": 2, "l
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     made.add_argument("arch", choices=tuple(SIZES))
-    made.add_argument("--size", default="8b")
+    made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int)
     made.add_argument("--what", default="ladder,accuracy,decode,prefill,score", help=f"of {','.join(PARTS)}")
     made.add_argument("--batches", help="sequences of a decode step; 1,8,64, for qwen3_5 1,8,32")
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.smoke:
         options.set_defaults(**SMOKE)
         given = options.parse_args(argv)
+    given.size = USUAL_SIZES[given.arch] if given.size is None else given.size
     if given.engine == "sglang":  # a server of its own: its own program
         layers = [] if given.layers is None else ["--layers", str(given.layers)]
         out = [] if given.out is None else ["--out", str(given.out)]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.admit import admit
-from benchmarks.common import Budget, Recorder, about, check_served, check_server, geometry, has_slots, table
+from benchmarks.common import USUAL_HELP, USUAL_SIZES, Budget, Recorder, about, check_served, check_server, geometry, has_slots, table
 from benchmarks.engines import PROMPT, Contender, Measure
 from zoo.verify.subject import SIZES
 
@@ -346,7 +346,7 @@ def environment(folder: Path) -> dict[str, str]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.sglang", description=__doc__)
     made.add_argument("arch", choices=tuple(SIZES))
-    made.add_argument("--size", default="8b")
+    made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")
     made.add_argument("--contenders", help="of zoo, stock, eager-prefill, deterministic, by commas; all but eager-prefill by default")
@@ -366,6 +366,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
+    given.size = USUAL_SIZES[given.arch] if given.size is None else given.size
     begin = time.monotonic()
     if given.job == "weights":
         make_weights(given.arch, given.size, given.layers, given.checkpoint)

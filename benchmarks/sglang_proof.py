@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import sglang_phases as phases
-from benchmarks.common import Recorder, about, check_served, check_server, first_line, table
+from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, check_served, check_server, first_line, table
 from benchmarks.sglang_phases import Model, say
 from zoo.common.fingerprint import products
 from zoo.verify.subject import SIZES
@@ -201,7 +201,7 @@ def _distinct(line: dict[str, Any]) -> tuple[float, ...]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.sglang_proof", description=__doc__)
     made.add_argument("arch", choices=tuple(SIZES))
-    made.add_argument("--size", default="8b")
+    made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--requests", type=int, default=64)
     made.add_argument("--tokens", type=int, default=96, help="drawn by each request")
@@ -215,6 +215,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
+    given.size = USUAL_SIZES[given.arch] if given.size is None else given.size
     try:
         check_served(given.arch)
         model = Model(given.arch, given.size, given.layers)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang
+from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang, sglang_phases, sglang_proof
 from benchmarks.models_float64 import Widened, float64_of, next_log_prob
 from benchmarks.work import OPS, Place, Work, subset_law
 from zoo.common import ops as ours
@@ -20,6 +20,8 @@ from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
+from zoo.verify.asked import EMBEDDED_ONLY
+from zoo.verify.asked import SIZES as ARCHITECTURES
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 
@@ -214,6 +216,27 @@ def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.Capt
     assert main() == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: --device cuda: torch ") and "sees no GPU here" in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("main", [models.main, sglang.main, sglang_proof.main], ids=["models", "sglang", "proof"])
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+def test_a_size_that_was_not_asked_for_is_one_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int], arch: str
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def geometry(arch: str, size: str, layers: int | None) -> None:
+        common.geometry(arch, size, layers)
+        raise Asked(size)
+
+    for module in (models, sglang, sglang_phases):
+        monkeypatch.setattr(module, "geometry", geometry)
+    if main is models.main or arch not in EMBEDDED_ONLY:
+        with pytest.raises(Asked, match=f"^{common.USUAL_SIZES[arch]}$"):
+            main([arch])
+        with pytest.raises(Asked, match="^tiny$"):
+            main([arch, "--size", "tiny"])
 
 
 def test_models_smoke_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
