@@ -127,12 +127,16 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-def load(endpoint: str, home: Path, repo: str = REPO, revision: str = "", role: str = "rl", offline: bool = False) -> str:
+def load(
+    endpoint: str, home: Path, repo: str = REPO, revision: str = "", role: str = "rl", offline: bool = False, folder: Path | None = None
+) -> str:
     """What a fresh process prints: huggingface_hub reads its endpoint once, when it is imported."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
     env = clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
     env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
-    result = subprocess.run([sys.executable, "-c", PROGRAM, repo, role, revision], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, repo, role, revision], env=env, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -155,6 +159,17 @@ def test_load_by_hub_id_then_offline(hub: Hub, tmp_path: Path) -> None:
     assert hub.asked == []
 
 
+def test_a_mistyped_folder_is_refused_before_the_hub_is_asked(hub: Hub, tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    (here / "lab").mkdir(parents=True)
+    said = f"refused {REPO} is not a folder, though lab is here; give a revision (main) if the hub's {REPO} is meant"
+    assert load(hub.url, home, folder=here) == said and hub.asked == []
+    wanted = local(hub.revisions["main"][1])
+    assert load(hub.url, home, revision="main", folder=here) == wanted and hub.asked  # the controls: it is said which is meant,
+    assert load(hub.url, home, folder=here) == wanted  # it was downloaded before,
+    assert load(hub.url, tmp_path / "other", folder=tmp_path) == wanted  # there is no such folder
+
+
 def test_what_the_hub_has_not_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     assert load(hub.url, home, repo="lab/absent").startswith(f"refused 'lab/absent', revision 'main', at {hub.url}: no such repository")
@@ -171,9 +186,9 @@ def test_unreachable_and_offline_are_one_sentence(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         text = load(url, tmp_path / "home")
         absent = f"refused '{REPO}', revision 'main', at {url}: not in the local cache (or only partly)"
-        assert text == f"{absent} and the hub can't be reached"
+        assert text == f"{absent}, the hub can't be reached, and there is no local folder of that name"
         text = load(url, tmp_path / "home", offline=True)
-        assert text == f"{absent} and HF_HUB_OFFLINE is set"
+        assert text == f"{absent}, HF_HUB_OFFLINE is set, and there is no local folder of that name"
 
 
 def test_shard_that_the_hub_lost(hub: Hub, tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ SIDECARS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")  # config, to
 
 
 def locate(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint, downloaded first if it is a hub id. ValueError in one sentence when there is none."""
+    """The local folder of a checkpoint, downloaded first if it is a hub id. ValueError in one sentence when there is none.
+
+    What could be either, an absent `owner/name` in a folder `owner` that is here, is a hub id if it was downloaded before or a
+    revision is given; else it is refused as a mistyped path before the hub is asked.
+    """
     try:
         path = Path(path_or_hub_id).expanduser()
         local = path.is_dir()
@@ -22,7 +26,19 @@ def locate(path_or_hub_id: str | Path, revision: str | None = None) -> Path:
         return path
     if path.is_absolute() or str(path_or_hub_id).startswith((".", "~")) or len(path.parts) > 2 or path.exists():
         raise ValueError(f"{path_or_hub_id} is not a folder and not a hub id (owner/name)")
-    return _download(str(path_or_hub_id), revision)
+    repo = str(path_or_hub_id)
+    if len(path.parts) == 2 and path.parent.exists() and revision is None and not _cached(repo):
+        raise ValueError(f"{repo} is not a folder, though {path.parent} is here; give a revision (main) if the hub's {repo} is meant")
+    return _download(repo, revision)
+
+
+def _cached(repo: str) -> bool:
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(repo, "config.json"), str)
+    except errors.HFValidationError:
+        return False
 
 
 def _download(repo: str, revision: str | None) -> Path:
@@ -41,7 +57,7 @@ def _download(repo: str, revision: str | None) -> Path:
         raise ValueError(f"{where}: no such repository (or a private one without a login), and no local folder of that name") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
-        raise ValueError(f"{where}: not in the local cache (or only partly) and {state}") from error
+        raise ValueError(f"{where}: not in the local cache (or only partly), {state}, and there is no local folder of that name") from error
     except Exception as error:  # whatever the client's transport raises
         raise ValueError(f"{where}: the download failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
     return Path(folder)
