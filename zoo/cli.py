@@ -124,7 +124,9 @@ def generate(
 ) -> None:
     """Continue prompts with the embedded engine; --json records tokens, log-probabilities and the fingerprint."""
     from zoo.common.generate import generate_command
+    from zoo.common.shards import check_file
 
+    check_file("--json", json_file)
     made = generate_command(
         checkpoint, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         ignore_eos=ignore_eos, device=device, json=json_file, progress=sys.stderr.isatty(),
