@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from zoo.common.ops.linear.reference import linear
 from zoo.common.program import DECISIONS
 from zoo.verify.asked import lengths_of, rungs_of
 from zoo.verify.audit import COMMON, FILES, audit, findings_in
+from zoo.verify.room import free
+from zoo.verify.subject import build
 
 ROOT = Path(__file__).resolve().parents[2]
 Cli = Callable[..., int]
@@ -233,6 +236,46 @@ def test_lengths_are_checked_before_models_are_built(
     for more in ((), ("--checkpoint", checkpoint)):
         assert cli("verify", "qwen3", "--device", "cpu", "--lengths", length, *more) == 2
         assert ("error: built" in capsys.readouterr().err) == builds
+
+
+@pytest.mark.parametrize(
+    ("rungs", "copies", "what"),
+    [
+        ("3", (2, 0), "the weights of trainer and server take"),
+        ("1-3", (2, 2), "the weights of trainer and server and all gradients twice take"),
+        ("4", (3, 0), "the weights of trainer and server and of the scoring process take"),
+        ("1-5", (3, 3), "of the scoring process, all gradients and AdamW's two averages take"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["qwen3", "glm5"])
+def test_what_can_t_fit_is_refused_before_models_are_built(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arch: str, rungs: str, copies: tuple[int, int], what: str
+) -> None:
+    trainer = build(arch, checkpoint=None, device="cpu").trainer
+    sizes = [p.nbytes for p in trainer.parameters()], [p.nbytes for p in trainer.parameters() if p.requires_grad]
+    need = sum(count * sum(of) for count, of in zip(copies, sizes))
+
+    def built(*_: object, **__: object) -> None:
+        raise ValueError("built")
+
+    monkeypatch.setattr("zoo.verify.run.build", built)
+    monkeypatch.setattr("zoo.verify.room.free", lambda device: need - 1)
+    assert cli("verify", arch, "--device", "cpu", "--rungs", rungs) == 2
+    said = capsys.readouterr().err
+    assert f"{what} {need:,} bytes, {need - 1:,} are free on cpu; " in said and said.count("\n") == 1
+    for room in (need, None):  # the controls: what just fits, and a system that doesn't say
+        monkeypatch.setattr("zoo.verify.room.free", lambda device, room=room: room)
+        assert cli("verify", arch, "--device", "cpu", "--rungs", rungs) == 2
+        assert capsys.readouterr().err == "error: built\n"
+
+
+def test_free_memory_is_the_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = free("cpu")
+    assert here is None or (sys.platform == "linux" and 0 < here <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    assert free("cuda") == 75
 
 
 def test_rungs_and_lengths() -> None:

@@ -21,6 +21,7 @@ from zoo.verify import qualify as admission
 from zoo.verify import report as pages
 from zoo.verify.asked import Asked, check_lengths
 from zoo.verify.ladder import Ladder, Result
+from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
 from zoo.verify.subject import Subject, build, config_of, geometry, is_large, settings_for, sizes
@@ -45,9 +46,10 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         check_folder(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
+    config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers)
     if asked.lengths is not None:
-        config, _ = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers)
         check_lengths(asked.lengths, config.positions)
+    check_room(fields, config, device, asked.rungs, asked.engine)
     if asked.store is not None:
         qualification.use(asked.store)
     with console.status("building") as status:

@@ -1,0 +1,53 @@
+"""Whether what a climb holds for certain fits the memory that is free: asked before any model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.common.program import resolve
+from zoo.common.registry import model_class
+
+
+def needed(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str) -> tuple[int, str]:
+    """Bytes that the rung which holds most has on the device at once, and of what: weights, gradients, averages.
+
+    Activations and caches are not counted, so that nothing is refused which fits. Nothing is allocated.
+    """
+    made = model_class(fields, "rl")
+    with torch.device("meta"):
+        trainer = made(config, resolve("aligned", device, torch.bfloat16, made.contributors))
+    table = trainer.table_of()
+    weights = sum(p.nbytes for p in trainer.parameters())
+    gradients = sum(p.nbytes for name, p in trainer.named_parameters() if not table.is_frozen(name))
+    both, once = "the weights of trainer and server", 2 * weights
+    held = {3: (once, both)}
+    # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie
+    twice, times = (2, " twice") if device == "cpu" else (1, "")
+    held |= dict.fromkeys((1, 2), (once + twice * gradients, f"{both} and all gradients{times}"))
+    live = once + (2 if engine == "sglang" else 1) * weights
+    scored = "the weights of trainer, server, SGLang and scoring process" if engine == "sglang" else f"{both} and of the scoring process"
+    held |= {4: (live, scored), 5: (live + 3 * gradients, f"{scored}, all gradients and AdamW's two averages")}
+    return max(held[rung] for rung in rungs)
+
+
+def free(device: str) -> int | None:
+    """Bytes that this process may still take; None where the system doesn't say."""
+    if device.startswith("cuda"):
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + cached)
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def check_room(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str) -> None:
+    """ValueError naming both numbers if the climb can't fit."""
+    room = free(device)
+    need, what = needed(fields, config, device, rungs, engine)
+    if room is not None and need > room:
+        raise ValueError(
+            f"{what} take {need:,} bytes, {room:,} are free on {device}; fewer --layers of random weights or --rungs 3 take less"
+        )
