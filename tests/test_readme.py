@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there, on a tiny checkpoint and a CPU."""
+"""The README's example, and that of GLM-5's page, run as they stand there, on a tiny checkpoint and a CPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def test_the_example_runs(example: str) -> None:
     trainer, engine = names["trainer"], names["engine"]
     assert trainer.weights_version == engine.fingerprint().weights != names["done"].fingerprint.weights  # the step arrived
     assert len(names["done"].output_ids) > 1
+    assert engine.fingerprint().realisation["weights_label"] == "step 1"
 
 
 def test_its_comparison_can_fail(example: str) -> None:
@@ -34,3 +35,12 @@ def test_its_comparison_can_fail(example: str) -> None:
     assert "sampling=params" in example
     with pytest.raises(AssertionError):
         exec(compile(example.replace("sampling=params", "sampling=None"), "README.md", "exec"), {"torch": torch})
+
+
+def test_the_example_of_glm_runs(tmp_path: Path) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", (README.parent / "zoo" / "glm5" / "README.md").read_text(), re.DOTALL)
+    folder = make_tiny("glm5", tmp_path / "checkpoint")
+    assert block.count('"out/tiny-glm5"') == 2 == block.count('"cuda"')
+    names: dict[str, object] = {}
+    exec(compile(block.replace("out/tiny-glm5", str(folder)).replace('"cuda"', '"cpu"'), "README.md", "exec"), names)
+    names["trainer"].fingerprint().check(names["server"].fingerprint())
