@@ -46,7 +46,7 @@ def differences(a: str, b: str) -> list[Difference]:
 
 
 def show(a: str, b: str, console: Console | None = None) -> bool:
-    """Prints the report; True when all bytes are equal. Where names differ, it says first whether the weights that load do."""
+    """Prints the report; True when all bytes are equal. Where names differ, it says first whether the weights do."""
     console = console or wide_console()
     found = differences(a, b)
     if not found:
@@ -64,7 +64,7 @@ def show(a: str, b: str, console: Console | None = None) -> bool:
 def _forms(a: str, b: str) -> str:
     mine, theirs = (content_hash_of(Checkpoint.open(path)) for path in (a, b))
     if mine == theirs and not mine.startswith("none"):
-        return f"the same weights in two forms: models loaded from A and B have one content hash, {mine}"
+        return f"the same weights in two forms, of one content hash: {mine}"
     return f"content hash of A: {mine}; of B: {theirs}"
 
 

@@ -767,8 +767,9 @@ def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path,
     convert(published, own, "zoo", shard_bytes=300_000)
     for pair in ((published, own), (own, published)):
         result = CliRunner().invoke(app, ["compare", *map(str, pair)])
-        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms")
-        assert result.output.splitlines()[0].endswith(f" {version}") and "only in A" in result.output
+        assert result.exit_code == 1 and "only in A" in result.output
+        # the zoo's own form is loaded by nobody, so it is not called that
+        assert result.output.splitlines()[0] == f"the same weights in two forms, of one content hash: {version}"
     rewrite(own, lambda name, t: t + (t == t.max()) if name == "model.embed.weight" else t)  # the control
     output = CliRunner().invoke(app, ["compare", str(published), str(own)]).output
     assert output.startswith(f"content hash of A: {version}; of B: ") and output.count(version) == 1
