@@ -48,7 +48,7 @@ def differences(a: str, b: str) -> list[Difference]:
 def show(a: str, b: str, console: Console | None = None) -> bool:
     """Prints the report; True when all bytes are equal.
 
-    Where names differ, it says first whether the weights that load do. If not, names that only one form has are counted, and the
+    Where names differ, it says first whether the weights do. Where they don't, names that only one form has are counted, and a
     table lists what else differs: of carried tensors the content hash says nothing.
     """
     console = console or wide_console()
@@ -63,8 +63,8 @@ def show(a: str, b: str, console: Console | None = None) -> bool:
         if mine == theirs and not mine.startswith("none"):
             carried = {reason: table_of(source).is_carried for reason, source in sides.items()}
             listed = [line for line in found if line.reason not in carried or carried[line.reason](line.name)]
-            only = ", ".join(f"{sum(d.reason == r and d not in listed for d in found)} names {r}" for r in sides)
-            said = f"the same weights in two forms: models loaded from A and B have one content hash, {mine} ({only})"
+            only = ", ".join(f"{sum(d.reason == r for d in found) - sum(d.reason == r for d in listed)} names {r}" for r in sides)
+            said = f"the same weights in two forms, of one content hash: {mine} ({only})"
             title = f"{len(listed)} tensors beside them differ"
         else:
             said = f"content hash of A: {mine}; of B: {theirs}"

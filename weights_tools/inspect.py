@@ -73,7 +73,7 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
 
 
 def content_hash_of(source: Checkpoint) -> str:
-    """The content hash that a model loaded from here reports, whatever the form; "none: " and the reason where there is none.
+    """The content hash of a model with these weights, whatever their form; "none: " and the reason where there is none.
 
     Streams the data once.
     """

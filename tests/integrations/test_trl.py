@@ -254,7 +254,7 @@ class TestFSDP2:
         whole.load_state_dict(gathered)
         assert whole.weights_version == version
 
-    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5"])
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5", "glm5"])
     def test_gathered_weights_are_published(self, checkpoints: Callable[[str], Path], one_rank: None, arch: str) -> None:
         """As the SGLang plugin's page does it."""
         trainer = load(checkpoints(arch))
@@ -263,7 +263,7 @@ class TestFSDP2:
             fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
         parameters = {name: p.full_tensor() for name, p in trainer.named_parameters()}
         published = [(piece.published, piece.of(parameters[entry.ours])) for entry, piece in trainer.table_of().pieces()]
-        served: Any = model_class({"model_type": arch}, "serving").from_config(trainer.config, seed=1, device="cpu")
+        served: Any = model_class(trainer.config.to_hf(), "serving").from_config(trainer.config, seed=1, device="cpu")
         engine = Engine(served, pages=4, max_batch=1)
         assert engine.update_weights(published[:-1]) != version  # the control
         assert engine.update_weights(published) == version

@@ -768,9 +768,11 @@ def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path,
     for pair in ((published, own), (own, published)):
         result = CliRunner().invoke(app, ["compare", *map(str, pair)])
         counts = [len(set(Checkpoint.open(x).tensors) - set(Checkpoint.open(y).tensors)) for x, y in (pair, pair[::-1])]
-        assert result.exit_code == 1 and result.output.startswith("the same weights in two forms") and min(counts)
+        assert result.exit_code == 1 and min(counts)
         sentence, *more = result.output.splitlines()
-        assert sentence.endswith(f" {version} ({counts[0]} names only in A, {counts[1]} names only in B)") and not more
+        # the zoo's own form is loaded by nobody, so it is not called that
+        only = f"{counts[0]} names only in A, {counts[1]} names only in B"
+        assert sentence == f"the same weights in two forms, of one content hash: {version} ({only})" and not more
     rewrite(own, lambda name, t: t + (t == t.max()) if name == "model.embed.weight" else t)  # the control
     output = CliRunner().invoke(app, ["compare", str(published), str(own)]).output
     assert output.startswith(f"content hash of A: {version}; of B: ") and output.count(version) == 1

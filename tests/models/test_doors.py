@@ -491,6 +491,13 @@ def test_an_update_from_a_transposed_parameter_of_its_own(model: ForRL) -> None:
     assert_same_bytes(dict(own.published_tensors())[square], wanted)
 
 
+@pytest.mark.parametrize(("counts", "contexts"), [([], None), ([2, 0], None), ([2], [-1]), ([2, 1], [0])])
+def test_rows_of_nothing_are_refused(counts: list[int], contexts: list[int] | None) -> None:
+    assert Rows.pushed([2, 1], [0, 3], "cpu").positions_R.tolist() == [0, 1, 3]
+    with pytest.raises(ValueError, match=r"a push has sequences of at least one row .*: counts \["):
+        Rows.pushed(counts, contexts, "cpu")
+
+
 def test_final_rows_of_another_model_are_refused() -> None:
     server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
     width = server.config.hidden

@@ -4,6 +4,7 @@ config refuses."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,15 @@ def test_config_there_and_back(size: str) -> None:
     config = SIZES[size]
     assert GLMConfig.from_hf(config.to_hf()) == config
     assert GLMConfig.from_hf(json.loads(json.dumps(config.to_hf()))).to_hf() == json.loads(json.dumps(config.to_hf()))
+
+
+def test_dense_layers_between_mixtures_are_written_by_name() -> None:
+    """A count of leading dense layers would contradict them."""
+    kinds = ["dense", "sparse", "dense", "sparse", "sparse"]
+    config = GLMConfig.from_hf({**PUBLISHED, "first_k_dense_replace": None, "mlp_layer_types": kinds})
+    longer = replace(config, positions=8192)  # no longer as published
+    assert GLMConfig.from_hf(longer.to_hf()) == longer and "first_k_dense_replace" not in longer.to_hf()
+    assert SIZES["tiny"].to_hf()["first_k_dense_replace"] == 1
 
 
 def test_published_schedule() -> None:

@@ -132,6 +132,14 @@ def test_other_weights_are_refused() -> None:
         Ladder(subject, SMALL)
 
 
+def test_a_parameter_without_a_gradient_is_no_frozen_one() -> None:
+    """Only what an architecture's table freezes may have none."""
+    subject = built()
+    subject.trainer.model.layers[0].mlp.down.weight.requires_grad_(False)
+    with pytest.raises(AssertionError, match=r"model\.layers\.0\.mlp\.down\.weight has no gradient"):
+        climbed(subject, (1,))
+
+
 def test_a_trainer_that_depends_on_its_batch_fails_rung_2() -> None:
     subject = built()
     hidden_rows = type(subject.trainer).hidden_rows

@@ -9,6 +9,7 @@ import pytest
 import torch
 from op_controls import FAULTS
 
+from zoo.common import ops
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, Trial, cases_of, check
 from zoo.common.program import Program, resolve
@@ -101,6 +102,22 @@ def test_segments_are_another_arithmetic() -> None:
     args = case.make(0, "cpu", torch.bfloat16)
     with pytest.raises(LawBroken):
         assert_same_bytes(Trial(case, ALIGNED, args).call(), Trial(case, one_pass, args).call())
+
+
+@pytest.mark.parametrize("law", CONTRACTS["combine"].laws)
+def test_combine_by_16_contributors(law: str) -> None:
+    """GLM's number of them."""
+    program = replace(ALIGNED, contributors=16)
+    cases = [case for case in cases_of("combine", program) if law in case.laws]
+    for case in cases:
+        check(case, law, program, seed=16)
+    if law == "shard":  # the control: 8 contributors, which 16 ranks would split
+        with pytest.raises(LawBroken, match="shard law"):
+            check(next(case for case in cases if case.name == "128 experts"), law, program, replace={"combine": contributors_of_8})
+
+
+def contributors_of_8(*args: Any, program: Program, **named: Any) -> Any:
+    return ops.combine(*args, program=replace(program, contributors=8), **named)
 
 
 def test_an_op_without_cases_is_named() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zoo.common.memory import RESERVED_PAGE
+from zoo.common.memory import Pages
 from zoo.common.rows import Rows
 
 
@@ -77,13 +77,8 @@ class PagedLatents:
         return TokenRows(pages_PSE, self.page_table_NB)
 
 
-class LatentMemory:
-    """Serving's memory: all layers' pages, latent_LPSC [layers, pages, page_size, C] and index_IPSE for the layers where `full`.
-
-    Page 0 is reserved for padding rows. No slots and no snapshots: a sequence may start after any cached full pages.
-    """
-
-    slots, grain, snapshots = 0, 1, 0
+class LatentMemory(Pages):
+    """Serving's memory: all layers' pages, latent_LPSC [layers, pages, page_size, C] and index_IPSE for the layers where `full`."""
 
     def __init__(
         self,
@@ -95,13 +90,13 @@ class LatentMemory:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        if pages < 2:
-            raise ValueError(f"latent memory needs at least 2 pages (one is reserved for padding), got {pages}")
-        if page_size < 1:
-            raise ValueError(f"a page holds at least 1 token, not {page_size}")
-        self.full, self.pages, self.page_size = tuple(full), pages, page_size
+        super().__init__(pages, page_size)
+        self.full = tuple(full)
         self.latent_LPSC = torch.zeros(len(self.full), pages, page_size, latent_width, dtype=dtype, device=device)
         self.index_IPSE = torch.zeros(sum(self.full), pages, page_size, index_width, dtype=dtype, device=device)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {"latent": self.latent_LPSC, "index": self.index_IPSE}
 
     def view(self, page_table_NB: Tensor) -> list[PagedLatents]:
         index = iter(self.index_IPSE)
@@ -109,40 +104,3 @@ class LatentMemory:
             PagedLatents(latent, next(index) if full else None, page_table_NB)
             for full, latent in zip(self.full, self.latent_LPSC, strict=True)
         ]
-
-    @property
-    def nbytes(self) -> int:
-        return self.latent_LPSC.nbytes + self.index_IPSE.nbytes
-
-    def pages_for(self, length: int) -> int:
-        return -(-length // self.page_size)
-
-    def columns(self, blocks: int) -> int:
-        return blocks
-
-    def table(self, pages: Sequence[Sequence[int]], slots: Sequence[int], blocks: int) -> Tensor:
-        padded = [[*held, *[RESERVED_PAGE] * (blocks - len(held))] for held in pages]
-        return torch.tensor(padded, dtype=torch.int32).view(len(pages), blocks).to(self.latent_LPSC.device, non_blocking=True)
-
-    def capacity(self, table_NB: Tensor) -> int:
-        return table_NB.shape[1] * self.page_size
-
-    def snapshot(self, slot: int, length: int, pages: Sequence[int]) -> Any:
-        raise AssertionError("pages are all that there is")
-
-    def restore(self, slot: int, pages: Sequence[int], snapshot: Any) -> None:
-        raise AssertionError("pages are all that there is")
-
-    def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
-        """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.latent_LPSC.device)
-        self.latent_LPSC.index_fill_(1, index, 0)
-        self.index_IPSE.index_fill_(1, index, 0)
-
-    def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
-        """The cached bytes of one sequence, [layers, length, width] each, for the ladder's comparisons."""
-        index = torch.tensor(pages, device=self.latent_LPSC.device)
-        return {
-            name: t.index_select(1, index).flatten(1, 2)[:, :length]
-            for name, t in (("latent", self.latent_LPSC), ("index", self.index_IPSE))
-        }

@@ -119,40 +119,27 @@ class ServingMemory(Protocol):
         """The cached bytes of one sequence by name, for comparisons: [layers, length, ...], and a slot's under `delta_` names."""
 
 
-class PagedMemory:
-    """Serving's memory: all layers' pages. `view(page_table)` gives the layers as a batch of sequences sees them.
+class Pages:
+    """What memories of pages alone have in common: no slots and no snapshots, so a sequence may start after any cached full pages.
 
-    k_LPSGE, v_LPSGE: [layers, pages, page_size, kv heads, head dim]. Page 0 is reserved for padding rows.
+    Page 0 is reserved for padding rows. A subclass sets its buffers, [layers, pages, page_size, ...], and names them in `buffers`.
     """
 
     slots, grain, snapshots = 0, 1, 0
 
-    def __init__(
-        self,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, pages: int, page_size: int) -> None:
         if pages < 2:
             raise ValueError(f"paged memory needs at least 2 pages (one is reserved for padding), got {pages}")
         if page_size < 1:
             raise ValueError(f"a page holds at least 1 token, not {page_size}")
-        shape = (layers, pages, page_size, kv_heads, head_dim)
-        self.k_LPSGE = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_LPSGE = torch.zeros(shape, dtype=dtype, device=device)
-        self.page_size = page_size
-        self.pages = pages
+        self.pages, self.page_size = pages, page_size
 
-    def view(self, page_table_NB: Tensor) -> list[PagedKeyValues]:
-        return [PagedKeyValues(k, v, page_table_NB) for k, v in zip(self.k_LPSGE, self.v_LPSGE, strict=True)]
+    def buffers(self) -> dict[str, Tensor]:
+        raise AssertionError("written by each memory")
 
     @property
     def nbytes(self) -> int:
-        return self.k_LPSGE.nbytes + self.v_LPSGE.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers().values())
 
     def pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -162,7 +149,7 @@ class PagedMemory:
 
     def table(self, pages: Sequence[Sequence[int]], slots: Sequence[int], blocks: int) -> Tensor:
         padded = [[*held, *[RESERVED_PAGE] * (blocks - len(held))] for held in pages]
-        return torch.tensor(padded, dtype=torch.int32).view(len(pages), blocks).to(self.k_LPSGE.device, non_blocking=True)
+        return torch.tensor(padded, dtype=torch.int32).view(len(pages), blocks).to(self._device, non_blocking=True)
 
     def capacity(self, table_NB: Tensor) -> int:
         return table_NB.shape[1] * self.page_size
@@ -175,14 +162,44 @@ class PagedMemory:
 
     def clear(self, pages: Sequence[int], slots: Sequence[int] = ()) -> None:
         """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.k_LPSGE.device)
-        self.k_LPSGE.index_fill_(1, index, 0)
-        self.v_LPSGE.index_fill_(1, index, 0)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._device)
+        for buffer in self.buffers().values():
+            buffer.index_fill_(1, index, 0)
 
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
-        """The cached bytes of one sequence, [layers, length, kv heads, head dim] each, for the ladder's comparisons."""
-        index = torch.tensor(pages, device=self.k_LPSGE.device)
-        return {
-            name: t.index_select(1, index).flatten(1, 2)[:, :length]  # selected rows are a copy already
-            for name, t in (("k", self.k_LPSGE), ("v", self.v_LPSGE))
-        }
+        """The cached bytes of one sequence, [layers, length, ...] each, for the ladder's comparisons."""
+        index = torch.tensor(pages, device=self._device)
+        # selected rows are a copy already
+        return {name: buffer.index_select(1, index).flatten(1, 2)[:, :length] for name, buffer in self.buffers().items()}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.buffers().values())).device
+
+
+class PagedMemory(Pages):
+    """Serving's memory: all layers' pages. `view(page_table)` gives the layers as a batch of sequences sees them.
+
+    k_LPSGE, v_LPSGE: [layers, pages, page_size, kv heads, head dim].
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(pages, page_size)
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        self.k_LPSGE = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LPSGE = torch.zeros(shape, dtype=dtype, device=device)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {"k": self.k_LPSGE, "v": self.v_LPSGE}
+
+    def view(self, page_table_NB: Tensor) -> list[PagedKeyValues]:
+        return [PagedKeyValues(k, v, page_table_NB) for k, v in zip(self.k_LPSGE, self.v_LPSGE, strict=True)]

@@ -48,10 +48,13 @@ class Rows:
 
     @classmethod
     def pushed(cls, counts: list[int], contexts: list[int] | None, device: torch.device | str) -> Rows:
-        """`counts[n]` new rows of sequence n after `contexts[n]` tokens that memory already holds."""
+        """`counts[n]` new rows of sequence n after `contexts[n]` tokens that memory already holds.
+
+        ValueError without a sequence, for a sequence without a row, and for contexts below 0 or of another count.
+        """
         before = contexts or [0] * len(counts)
-        if len(before) != len(counts) or min(counts, default=1) < 1 or min(before, default=0) < 0:
-            raise ValueError(f"each sequence needs at least one row and a context >= 0: counts {counts}, contexts {contexts}")
+        if not counts or len(before) != len(counts) or min(counts) < 1 or min(before) < 0:
+            raise ValueError(f"a push has sequences of at least one row and a context >= 0 each: counts {counts}, contexts {contexts}")
         counts_N, before_N = torch.tensor(counts), torch.tensor(before)
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
         starts[1:] = counts_N.cumsum(0)
@@ -63,8 +66,8 @@ class Rows:
             sequence_R.to(device),
             starts.to(device, torch.int32),
             lengths.to(device, torch.int32),
-            max(counts, default=0),
-            int(lengths.max()) if counts else 0,
+            max(counts),
+            int(lengths.max()),
         )
 
 

@@ -154,7 +154,6 @@ class GLMConfig:
             "index_topk": self.index_top_k,
             "indexer_types": ["full" if full else "shared" for full in self.full],
             "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in self.sparse],
-            "first_k_dense_replace": (*self.sparse, True).index(True),
             "n_routed_experts": self.experts,
             "n_shared_experts": self.shared_inner // self.expert_inner,
             "num_experts_per_tok": self.choice.top_k,
@@ -173,6 +172,9 @@ class GLMConfig:
             "num_nextn_predict_layers": self.mtp_layers,
             "torch_dtype": "bfloat16",
         }
+        dense = self.sparse.count(False)
+        if not any(self.sparse[:dense]):  # else a count can't say which are dense
+            fields["first_k_dense_replace"] = dense
         if self.eos:
             fields["eos_token_id"] = list(self.eos) if len(self.eos) > 1 else self.eos[0]
         return fields

@@ -202,7 +202,7 @@ class Ladder:
         self._add(tally.row(rung, what, why), tally)
 
     def _gradients(self, checkpointed: bool) -> dict[str, Tensor]:
-        """Gradients of a weighted sum of log-probabilities, moved out of the parameters."""
+        """Gradients of a weighted sum of log-probabilities, moved out of the parameters; of all that the architecture does not freeze."""
         subject, trainer, documents = self.subject, self.subject.trainer, self.short()
         ids, targets = (torch.cat([of(d) for d in documents]) for of in (subject.ids, subject.targets))
         cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
@@ -214,9 +214,9 @@ class Ladder:
         assert isinstance(scores, Tensor)
         (scores * weight).sum().backward()
         trainer.gradient_checkpointing = before
-        out = {}
+        out, table = {}, trainer.table_of()
         for name, parameter in trainer.named_parameters():
-            if not parameter.requires_grad:
+            if table.is_frozen(name):
                 continue
             assert parameter.grad is not None, f"{name} has no gradient"
             out[name], parameter.grad = parameter.grad, None

@@ -61,7 +61,7 @@ def _case(
                 leaves.append(contributor_tree([leaf(t, c) for c in range(begin, end)]))
             return added(t, leaves)
 
-        assert_shard_law(at_degree, [d for d in (1, 2, 4, 8) if t.program.contributors % d == 0])
+        assert_shard_law(at_degree, [d for d in (1, 2, 4, 8, 16) if t.program.contributors % d == 0])
 
     laws = {**row_laws("slots_RKD", "weights_RK", "experts_RK", "shared_RD"), "fusion": fusion, "shard": shard}
     return Case(name, "combine", make, call, laws, ("slots_RKD", "weights_RK", "shared_RD"), device_sized, kind=kind)
