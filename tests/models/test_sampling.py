@@ -16,7 +16,7 @@ from zoo.common import ops
 from zoo.common.ops.sample.reference import gumbel, philox
 from zoo.common.ops.sample.replay import log_sum_exp, score_of
 from zoo.common.program import resolve
-from zoo.common.sampling import MASS_ONE, NO_CUT, RowSampling, SamplingParams, sample, score_filtered, support
+from zoo.common.sampling import MASS_ONE, NO_CUT, RowSampling, SamplingParams, sample, score_filtered, seed_of_sample, support
 from zoo.testing import LawBroken, assert_same_bytes
 
 PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
@@ -416,3 +416,11 @@ def test_replay_gradient_against_float64() -> None:
     blown = upstream.clone()
     blown[3] = torch.nan  # what a loss may send back through a score of -inf
     assert_same_bytes(list(ours(blown, target)[1:]), [grad_hidden, grad_weight], "rows of -inf")
+
+
+def test_samples_of_one_request_have_seeds_of_their_own() -> None:
+    """Sample 0 keeps the seed that was asked for; no two of 4000 agree, and the next seed's samples are others too."""
+    assert [seed_of_sample(seed, 0) for seed in (0, 7, 2**64 - 1)] == [0, 7, 2**64 - 1]
+    derived = {seed_of_sample(seed, index) for seed in (0, 1, 7, 2**64 - 1) for index in range(1000)}
+    assert len(derived) == 4000 and all(0 <= seed < 1 << 64 for seed in derived)
+    assert seed_of_sample(7, 3) == 2349298555761033711

@@ -5,6 +5,7 @@ Nothing here makes a number of the model; `zoo.common.ops.sample` does, from a `
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from zoo.common.ops.sample import MASS_ONE, NO_CUT, Drawn, sample, score_filtered, support
 
-__all__ = ["MASS_ONE", "NO_CUT", "Drawn", "RowSampling", "SamplingParams", "sample", "score_filtered", "support"]
+__all__ = ["MASS_ONE", "NO_CUT", "Drawn", "RowSampling", "SamplingParams", "sample", "score_filtered", "seed_of_sample", "support"]
 
 # outside of these the FP32 reciprocal would not be a useful scale
 TEMPERATURES = (1e-5, 1e5)
@@ -118,6 +119,16 @@ class SamplingParams:
         if unknown:
             raise ValueError(f"SamplingParams has no {', '.join(sorted(unknown))}")
         return cls(**values)
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request for several with one seed: the seed itself for sample 0, else 64 hashed bits of both."""
+    return seed if index == 0 else hashed_seed("sample", seed, index)
+
+
+def hashed_seed(*parts: str | int) -> int:
+    """64 bits that nothing but `parts` decides: the same on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(" ".join(map(str, parts)).encode()).digest()[:8], "little")
 
 
 @dataclass(frozen=True)
