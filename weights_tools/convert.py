@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite
+from zoo.common.files import fresh_folder
 from zoo.common.registry import model_class
-from zoo.common.shards import DTYPES, StoredTensor, fresh_folder, write_shards
+from zoo.common.shards import DTYPES, StoredTensor, write_shards
 
 
 def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: int = SHARD_BYTES) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.files import fresh_folder
 from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
 from zoo.common.registry import model_class
-from zoo.common.shards import fresh_folder, write_shards
+from zoo.common.shards import write_shards
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 512,

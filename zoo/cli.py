@@ -63,7 +63,7 @@ def verify(
 @app.command("map")
 def operation_map(arch: Arch, checkpoint: Checkpoint = None, device: Device = None, json_file: Json = None) -> None:
     """Print every op call of a tiny model in order: dtypes, rounding, order of additions, byte class, provider, launches."""
-    from zoo.common.shards import check_file
+    from zoo.common.files import check_file
     from zoo.verify import map as maps
     from zoo.verify.run import device_of
     from zoo.verify.subject import build
@@ -95,7 +95,7 @@ def qualify(
 @app.command()
 def audit(json_file: Json = None) -> None:
     """Search the models and drivers for numbers made outside the ops. Exit status 1 if there are any."""
-    from zoo.common.shards import check_file
+    from zoo.common.files import check_file
     from zoo.verify.audit import audit as scan
 
     check_file("--json", json_file)
@@ -123,8 +123,8 @@ def generate(
     json_file: Json = None,
 ) -> None:
     """Continue prompts with the embedded engine; --json records tokens, log-probabilities and the fingerprint."""
+    from zoo.common.files import check_file
     from zoo.common.generate import generate_command
-    from zoo.common.shards import check_file
 
     check_file("--json", json_file)
     made = generate_command(
@@ -160,7 +160,9 @@ def _console() -> Console:
 
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        from zoo.common.files import write_file
+
+        write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def run(application: typer.Typer, name: str) -> None:

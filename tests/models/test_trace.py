@@ -77,7 +77,7 @@ def test_planted_fault_is_named_and_reproduced(subject: Subject, tmp_path: Path,
     assert f"{found.elements} of " in done.stdout and "inputs that differ: none" in done.stdout
     text = script.read_text()
     assert all(name in text for name in NAMES) and len(text.splitlines()) < 90
-    with pytest.raises(ValueError, match="already holds a reproduction"):
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
         reproduction(found, tmp_path / "found", NAMES)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.common.files import fresh_folder
 from zoo.common.hub import SIDECARS, locate, parse
 from zoo.common.shards import (
     DTYPES,
@@ -22,7 +23,6 @@ from zoo.common.shards import (
     SINGLE,
     Shard,
     StoredTensor,
-    fresh_folder,
     header_of,
     read_shard,
     write_shard,

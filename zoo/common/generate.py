@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 import zoo
 from zoo.common.engine import Completion, Engine
 from zoo.common.engine.engine import MAX_BATCH
+from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
 from zoo.common.sampling import SamplingParams
 from zoo.common.serving import ForServing
-from zoo.common.shards import check_file
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def generate_command(
             "fingerprint": engine.fingerprint().to_dict(),
             "generations": [generation.to_dict() for generation in made],
         }
-        Path(json).write_text(json_files.dumps(fields, indent=2) + "\n")
+        write_file(json, json_files.dumps(fields, indent=2) + "\n")
     return made
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 
+from zoo.common.files import check_parents, write_file
 from zoo.common.ops.contract import CONTRACTS, Contract, choices_changed
-from zoo.common.shards import check_parents
 
 FOLDER = Path.home() / ".cache" / "aligned-zoo" / "qualification"
 FORMAT = 1
@@ -101,14 +100,16 @@ def _holds(verdict: Verdict, contract: Contract) -> bool:
 def write(path: Path, verdicts: Iterable[Verdict], about: dict[str, Any]) -> None:
     """Merges verdicts into the store, whole or not at all, and lets this process use them. `about`: GPU, toolchain."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:  # two processes that merge at once would lose one another's verdicts
+    # two processes that merge at once would lose one another's verdicts; a file that is there already is locked as it is
+    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         merged = {(v.op, v.provider, v.shape): v for v in read(path)}
         merged |= {(v.op, v.provider, v.shape): v for v in verdicts}
         body = {"format": FORMAT, **about, "verdicts": [asdict(v) for v in merged.values()]}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump(body, file, indent=1)
-        os.replace(file.name, path)
+        write_file(path, json.dumps(body, indent=1))
+    finally:
+        os.close(lock)
     reload()
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,89 +152,3 @@ def write_shards(
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-@contextmanager
-def fresh_folder(path: str | Path) -> Iterator[Path]:
-    """A temporary sibling that becomes `path` when the block succeeds and vanishes when it fails, with parents that it needed.
-
-    ValueError, before the block, for a `path` that `check_fresh` refuses.
-    """
-    target = check_fresh(path)
-    absent = [folder for folder in target.parents if not os.path.lexists(folder)]
-    work = None
-    try:
-        with _one_sentence(path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", dir=target.parent))
-            inner = work / target.name  # mkdtemp's own folder is private to this user; the one inside has ordinary rights
-            inner.mkdir()
-        yield inner
-        with _one_sentence(path):
-            if target.exists():
-                target.rmdir()
-            os.rename(inner, target)
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        for folder in absent:
-            with suppress(OSError):  # it has something in it, or was never made
-                folder.rmdir()
-
-
-def check_fresh(path: str | Path) -> Path:
-    """The absolute path of a folder for `fresh_folder`. ValueError where `check_folder` raises it, for a symbolic link and the
-    working directory: what takes long asks before it begins."""
-    target = check_folder(path)
-    if target.is_symlink():
-        raise ValueError(f"{target} is a symbolic link; give the folder itself")
-    if target.exists() and target.samefile("."):
-        raise ValueError(f"{target} is the working directory, which can't be replaced; give a folder inside it")
-    return target
-
-
-def check_folder(path: str | Path) -> Path:
-    """The absolute path of a folder to be written. ValueError unless it is absent or empty, in a place where one can be written."""
-    with _one_sentence(path):
-        target = Path(path).expanduser().absolute()
-        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"{target} exists and is not an empty folder; nothing is overwritten")
-        nearest = check_parents(target)
-        with suppress(FileNotFoundError):
-            os.lstat(nearest / target.name)  # a name too long
-        if not os.access(target if target.exists() else nearest, os.W_OK):
-            raise ValueError(f"{target} can't be written: permission denied")
-    return target
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """ValueError, before any work, if the file that a command-line option names can't be written."""
-    if path is None:
-        return
-    with _one_sentence(f"{option} {path}"):
-        place = path if path.exists() else path.resolve().parent  # what exists may be a pipe, which has no folder
-        if path.is_dir():
-            raise ValueError(f"{option} {path} is a folder, it must be a file")
-        if not place.exists() or (place is not path and not place.is_dir()):
-            raise ValueError(f"{option} {path}: its folder does not exist")
-        with suppress(FileNotFoundError):
-            os.lstat(path.with_name(f"{path.name}.part"))  # a name too long
-        if not os.access(place, os.W_OK):
-            raise ValueError(f"{option} {path} can't be written: permission denied")
-
-
-def check_parents(target: Path) -> Path:
-    """The nearest folder above an absolute path that exists. ValueError if what exists is no folder."""
-    with _one_sentence(target):
-        nearest = next((place for place in target.parents if os.path.lexists(place)), target)
-        if not nearest.is_dir():
-            raise ValueError(f"{target} can't be written: {nearest} is no folder")
-    return nearest
-
-
-@contextmanager
-def _one_sentence(path: object) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, TypeError) as error:  # RuntimeError: no home folder, a loop of links; TypeError: no path
-        raise ValueError(f"{path} can't be written: {error}") from error

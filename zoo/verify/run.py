@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from zoo.common import qualification
+from zoo.common.files import check_file, check_fresh, write_file, written_in_place
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import resolve
-from zoo.common.shards import check_file, check_folder
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
@@ -43,7 +42,7 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
     device = device_of(asked.device)
     check_engine(asked.engine, device)
     if reproduction is not None:
-        check_folder(reproduction)
+        check_fresh(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
     config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers)
@@ -85,7 +84,7 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
     show_end(result, console)
     save(json_file, result)
     if report is not None:
-        report.write_text(pages.page(result, places, layers_of(subject), max(settings.lengths)))
+        write_file(report, pages.page(result, places, layers_of(subject), max(settings.lengths)))
         console.print(f"wrote {report}", highlight=False)
     if reproduction is not None and result.divergence is not None:
         try:
@@ -102,17 +101,12 @@ def line(console: Console, text: str) -> None:
 
 
 def save(path: Path | None, result: Result) -> None:
-    """Replaces the JSON file as a whole. Into a pipe or device only the result of a whole climb is written."""
+    """Replaces the JSON file as a whole. What is written in place, a pipe or a device, gets only the result of a whole climb."""
     if path is None:
         return
     text = json.dumps(result.to_dict(), indent=2) + "\n"
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        if not result.unfinished:
-            path.write_text(text)
-        return
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    if not (written_in_place(path) and result.unfinished):
+        write_file(path, text)
 
 
 def layers_of(subject: Subject) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
+from zoo.common.files import check_fresh, fresh_folder
 from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops import Provider
@@ -72,15 +73,12 @@ raise SystemExit(1 if len(bad) else 0)
 
 
 def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -> Path:
-    """Writes the folder and returns the script's path. ValueError if the folder already holds a reproduction.
+    """Writes the folder and returns the script's path. ValueError unless it is absent or empty, and if it can't be written.
 
     `names` say which run each call is from. The row's own inputs, its history and the op's weights go along, nothing else.
     """
-    script = folder / SCRIPT
-    if script.exists():
-        raise ValueError(f"{folder} already holds a reproduction; give an absent or empty folder")
+    check_fresh(folder)
     key, first = divergence.key, divergence.calls[0]
-    folder.mkdir(parents=True, exist_ok=True)
     device = next(t for _, t in first.outputs()).device.type
     stored: dict[str, Tensor] = {}
     place = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}"
@@ -90,9 +88,10 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
         text += _function(f"call_{side}", name, call, side, stored)
     names_and_rows = ", ".join(f"(call_{side}, {call.row})" for side, call in zip("ab", divergence.calls, strict=True))
     text += _TAIL.format(part=int(key.part[4:-1]), names=names_and_rows)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / TENSORS)
-    script.write_text(text)
-    return script
+    with fresh_folder(folder) as unfinished:
+        (unfinished / TENSORS).write_bytes(save({name: tensor.contiguous() for name, tensor in stored.items()}))
+        (unfinished / SCRIPT).write_text(text)
+    return folder / SCRIPT
 
 
 def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor]) -> str:
