@@ -27,26 +27,22 @@ from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, served, 
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.sglang_plugin import (
     FILTERED,
+    REQUEST,
     ROUTING_WEIGHTS,
     WEIGHTS,
     check,
-    client,
-    fingerprint,
     memory,
     names,
     options,
-    record,
     register,
     requests,
     routing,
-    seed_of,
     updating,
 )  # fmt: skip
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
@@ -372,9 +368,9 @@ def test_half_a_backend_is_refused() -> None:
 @pytest.mark.parametrize("wrap", [dict, lambda **k: types.SimpleNamespace(**k)], ids=["client", "server"])
 def test_sampling_parameters_are_the_zoos(wrap: Callable[..., Any]) -> None:
     def translate(**given: Any) -> SamplingParams:
-        return requests.sampling_params(wrap(**given), "r1")
+        return requests.sampling_params(wrap(**given), seed)
 
-    seed = seed_of("r1")
+    seed = 77
     assert translate() == SamplingParams(seed=seed)
     # SGLang's two spellings of greedy
     assert translate(temperature=0.0) == translate(temperature=1.0, top_k=1) == SamplingParams(temperature=0.0, seed=seed)
@@ -396,11 +392,6 @@ def test_sampling_parameters_are_the_zoos(wrap: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="beam_width=4 is not sampling"):
         translate(beam_width=4)
     assert translate(beam_width=1) == translate()
-
-
-def test_seeds_come_from_the_answers_id() -> None:
-    assert seed_of("a") != seed_of("b") and seed_of("a") == seed_of("a")
-    assert all(0 <= seed_of(str(i)) < 1 << 63 for i in range(100))
 
 
 def test_stand_in_requests_are_checked_before_they_run() -> None:
@@ -585,71 +576,6 @@ def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3
         prompt_scores(serving, hidden, targets[:-1], counts, begins, [0, 0], [None, None])
 
 
-def answered(**changed: Any) -> dict[str, Any]:
-    meta = {
-        "id": "abc",
-        "finish_reason": {"type": "length", "length": 2},
-        "output_token_logprobs": [(-0.5, 9, None), (-0.25, 8, None)],
-        FILTERED: [-0.125, 0.0],
-        WEIGHTS: ["ffff0123"] * 2,
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "input_token_logprobs": [(None, 1, None), (-3.0, 2, None), (-4.0, 3, None)],
-    }
-    return {"output_ids": [9, 8], "meta_info": meta | changed}
-
-
-PRINTED = Fingerprint({"program": "aligned/1"}, "ffff0123456789", {}, {})
-
-
-def test_record_of_an_answer() -> None:
-    made = record(answered(), [1, 2, 3], {"temperature": 0.5}, PRINTED)
-    assert made.output_ids == (9, 8) and made.log_probs == (-0.5, -0.25) and made.filtered_log_probs == (-0.125, 0.0)
-    assert made.prompt_log_probs == (-3.0, -4.0) and made.finish_reason == "length"
-    assert made.sampling == SamplingParams(temperature=0.5, seed=seed_of("abc")) and made.versions == ("ffff0123456789",) * 4
-    assert record(answered(input_token_logprobs=[]), [1, 2, 3], {}, PRINTED).prompt_log_probs is None
-    with pytest.raises(ValueError, match="1 filtered log-probabilities for 2 output tokens"):
-        record(answered(**{FILTERED: [0.0]}), [1, 2, 3], {}, PRINTED)
-    with pytest.raises(ValueError, match="ask for them with return_logprob"):
-        record({"meta_info": {"id": "x"}}, [1], {}, PRINTED)
-    for name in (FILTERED, WEIGHTS):
-        other = answered()
-        del other["meta_info"][name]
-        with pytest.raises(ValueError, match=f"has no {name}: its server runs another backend, or a plugin of another version"):
-            record(other, [1, 2, 3], {}, PRINTED)
-    with pytest.raises(ValueError, match="weights changed under answer abc"):
-        record(answered(**{WEIGHTS: ["ffff0123", None]}), [1, 2, 3], {}, PRINTED)
-
-
-@pytest.mark.parametrize(
-    ("changed", "prompt", "sampling", "message"),
-    [
-        ({"prompt_tokens": 4}, [1, 2, 3], {}, "^answer abc is of 4 prompt tokens, the prompt given has 3$"),
-        ({}, [1, 2], {}, "is of 3 prompt tokens, the prompt given has 2"),
-        ({"finish_reason": None}, [1, 2, 3], {"max_new_tokens": 9}, "^answer abc is not finished: 2 of up to 9 tokens so far$"),
-        ({"finish_reason": None}, [1, 2, 3], {}, "2 of up to 128 tokens so far"),
-        ({"completion_tokens": 3}, [1, 2, 3], {}, "^2 log-probabilities for 3 output tokens$"),
-        ({"output_token_logprobs": [(-0.25, 8, None)]}, [1, 2, 3], {}, "^1 log-probabilities for 2 output tokens$"),
-        ({WEIGHTS: ["ffff0123"]}, [1, 2, 3], {}, "^1 weights for 2 output tokens$"),
-        ({WEIGHTS: ["eeee0123"] * 2}, [1, 2, 3], {}, "^answer abc was drawn by weights eeee0123, the fingerprint is of ffff0123$"),
-        ({WEIGHTS: ["ffff0123", "eeee0123"]}, [1, 2, 3], {}, "drawn by weights eeee0123, the fingerprint is of ffff0123"),
-    ],
-)
-def test_record_refuses_an_answer_of_another_prompt_or_other_weights(
-    changed: dict[str, Any], prompt: list[int], sampling: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        record(answered(**changed), prompt, sampling, PRINTED)
-
-
-@pytest.mark.parametrize("scored", [[], [(-0.5, 9, None)]])
-def test_record_of_a_scored_prompt_says_that_nothing_was_drawn(scored: list[Any]) -> None:
-    """A batch with other requests in it gives a log-probability too, of a token that is not returned."""
-    changed = {"output_token_logprobs": scored, "completion_tokens": 0, FILTERED: [], WEIGHTS: ["ffff0123"]}
-    with pytest.raises(ValueError, match=f"^answer abc has 0 output tokens: nothing was drawn, {WEIGHTS} names what scored its 3$"):
-        record(answered(**changed), [1, 2, 3], {}, PRINTED)
-
-
 def test_weights_are_named_where_no_write_reached() -> None:
     asked: list[str] = []
     state = WeightsState(lambda: asked.append(f"weights{len(asked)}") or asked[-1])  # type: ignore[func-returns-value]
@@ -746,7 +672,10 @@ def test_stand_in_routing_reaches_the_client(monkeypatch: pytest.MonkeyPatch) ->
         req.routed_experts = captured.get_topk(req_pool_idx=0, seqlen=6, req_to_token_pool=table) if req.asks else None
 
     def request(asks: bool) -> Any:
-        return types.SimpleNamespace(asks=asks, customized_info=None, output_ids_through_stop=[1, 2, 3])
+        return types.SimpleNamespace(
+            asks=asks, customized_info=None, output_ids_through_stop=[1, 2, 3], origin_input_ids=[5, 6, 7],
+            sampling_params=types.SimpleNamespace(sampling_seed=9),
+        )  # fmt: skip
 
     finished, silent, scored = request(True), request(False), request(True)
     scored.output_ids_through_stop = []  # max_new_tokens 0
@@ -756,13 +685,16 @@ def test_stand_in_routing_reaches_the_client(monkeypatch: pytest.MonkeyPatch) ->
     scored.customized_info[WEIGHTS].append("ffff0123")
     cut = pickle.loads(pickle.dumps({name: values[0:0] for name, values in scored.customized_info.items()}))
     assert cut[WEIGHTS] == ["ffff0123"] and type(cut[WEIGHTS]) is list
-    back = routing({"meta_info": {"routed_experts": base64.b64encode(scored.routed_experts.numpy().tobytes()), **cut}}, 2, 3)[1]
+    counts = {"prompt_tokens": 6, "completion_tokens": 0}
+    back = routing({"meta_info": {"routed_experts": base64.b64encode(scored.routed_experts.numpy().tobytes()), **cut, **counts}}, 2, 3)[1]
     assert torch.equal(back.view(torch.int32), weights.view(torch.int32)) and type(scored.customized_info[WEIGHTS]) is Uncut
     # control: a plain list loses it
     assert [*scored.customized_info[WEIGHTS]][0:0] == []
-    assert silent.customized_info is None and len(finished.customized_info[ROUTING_WEIGHTS]) == 3
+    assert set(silent.customized_info) == {REQUEST} and len(finished.customized_info[ROUTING_WEIGHTS]) == 3
+    said = {"prompt": requests.prompt_digest([5, 6, 7]), "seed": 9}
+    assert silent.customized_info[REQUEST] == [None, None, said] and cut[REQUEST] == [said]
     text = base64.b64encode(finished.routed_experts.numpy().tobytes()).decode()
-    meta = json.loads(json.dumps({"routed_experts": text, ROUTING_WEIGHTS: finished.customized_info[ROUTING_WEIGHTS]}))
+    meta = json.loads(json.dumps(finished.customized_info)) | {"routed_experts": text, "prompt_tokens": 3, "completion_tokens": 3}
     experts, back = routing({"meta_info": meta}, layers=2, top_k=3)
     assert experts.flatten().tolist() == list(range(30)) and torch.equal(back.view(torch.int32), weights.view(torch.int32))
     with pytest.raises(ValueError, match="120 bytes of experts and 120 of weights are not whole tokens of 2 x 4 x 4"):
@@ -907,25 +839,6 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
     assert exact()
 
 
-def test_stand_in_fingerprint_of_an_engine() -> None:
-    def engine(*states: Any) -> Any:
-        return types.SimpleNamespace(get_server_info=lambda: {"internal_states": [*states]})
-
-    mine = {names.STATE: {"fingerprint": PRINTED.to_dict()}}
-    assert fingerprint(engine(mine, mine)) == PRINTED
-    with pytest.raises(ValueError, match="no SGLang server answers at 'http://127.0.0.1:1': .*refused"):
-        fingerprint("http://127.0.0.1:1")
-    with pytest.raises(ValueError, match="is its address or an sglang.Engine, not object"):
-        fingerprint(object())
-    with pytest.raises(ValueError, match="does not run the zoo's backend"):
-        fingerprint(engine({"tp_size": 1}))
-    with pytest.raises(ValueError, match="weights are released"):
-        fingerprint(engine({names.STATE: {"fingerprint": None}}))
-    other = {names.STATE: {"fingerprint": dataclasses.replace(PRINTED, weights="0000").to_dict()}}
-    with pytest.raises(ValueError, match="weights: ffff0123456789 against 0000"):
-        client.fingerprint(engine(mine, other))
-
-
 def test_stand_in_session_of_updates() -> None:
     calls: list[str] = []
 
@@ -986,6 +899,10 @@ def test_stand_in_hooks_return_at_once_for_other_backends(monkeypatch: pytest.Mo
     assert page.after_graph_runner(dict, runner) is dict
     assert page.after_validate("kept", types.SimpleNamespace(server_args=other), None, []) == "kept"
     assert page.after_internal_state("kept", types.SimpleNamespace(server_args=other), None) == "kept"
+    tokenized = types.SimpleNamespace(sampling_params="kept")
+    page.before_send(types.SimpleNamespace(server_args=other), tokenized)
+    page.before_send_batch(types.SimpleNamespace(server_args=other), [tokenized])
+    assert tokenized.sampling_params == "kept"
     updater = types.SimpleNamespace(tp_worker=types.SimpleNamespace(model_runner=runner))
     assert page.around_release(lambda *given: given, updater, "request") == (updater, "request")
     assert page.around_update(lambda *given: given, updater, "request") == (updater, "request")

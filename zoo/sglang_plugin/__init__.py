@@ -2,14 +2,13 @@
 
 `register` is the entry point. It adds choices and hooks; each hook returns at once unless the server was started with one of
 `PROGRAMS`, so an installed plugin changes nothing for other servers. For clients: `fingerprint`, `record`, `routing`,
-`seed_of`, `updating`.
+`updating`.
 """
 
 from __future__ import annotations
 
 from zoo.sglang_plugin.client import fingerprint, record, routing, updating
-from zoo.sglang_plugin.names import FILTERED, PROGRAMS, ROUTING_WEIGHTS, WEIGHTS
+from zoo.sglang_plugin.names import FILTERED, PROGRAMS, REQUEST, ROUTING_WEIGHTS, WEIGHTS
 from zoo.sglang_plugin.register import register
-from zoo.sglang_plugin.requests import seed_of
 
-__all__ = ["FILTERED", "PROGRAMS", "ROUTING_WEIGHTS", "WEIGHTS", "fingerprint", "record", "register", "routing", "seed_of", "updating"]
+__all__ = ["FILTERED", "PROGRAMS", "REQUEST", "ROUTING_WEIGHTS", "WEIGHTS", "fingerprint", "record", "register", "routing", "updating"]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from zoo.sglang_plugin.columns import Uncut
-from zoo.sglang_plugin.names import PROGRAMS, ROUTING_WEIGHTS, WEIGHTS
+from zoo.sglang_plugin.names import PROGRAMS, REQUEST, ROUTING_WEIGHTS, WEIGHTS
+from zoo.sglang_plugin.requests import prompt_digest
 
 
 @dataclass
@@ -102,8 +103,8 @@ def around_create(original: Callable[..., Any], **given: Any) -> Any:
 def around_collect(original: Callable[..., Any], processor: Any, req: Any) -> Any:
     """Hook around `SchedulerBatchResultProcessor._maybe_collect_routed_experts`, which a request meets once, when it ends.
 
-    SGLang returns a list with an entry per output token under each name of `customized_info`; the last one has all weights.
-    Of a request without output tokens it would return none: what its only step says comes after this, into an uncut list.
+    SGLang returns a list with an entry per output token under each name of `customized_info`; the last one says what is of the whole
+    request. Of a request without output tokens it would return none: what its only step says comes after this, into an uncut list.
     """
     result = original(processor, req)
     if not active():
@@ -111,13 +112,16 @@ def around_collect(original: Callable[..., Any], processor: Any, req: Any) -> An
     silent = not req.output_ids_through_stop
     if silent:
         req.customized_info = {WEIGHTS: Uncut()}
-    if req.routed_experts is None:
-        return result
-    text = base64.b64encode(capturer().weights().numpy().tobytes()).decode()
     if req.customized_info is None:
         req.customized_info = {}
-    entries = [None] * (len(req.output_ids_through_stop) - 1) + [text]
-    req.customized_info[ROUTING_WEIGHTS] = Uncut(entries) if silent else entries
+
+    def say_last(name: str, value: Any) -> None:
+        entries = [None] * (len(req.output_ids_through_stop) - 1) + [value]
+        req.customized_info[name] = Uncut(entries) if silent else entries
+
+    say_last(REQUEST, {"prompt": prompt_digest(req.origin_input_ids), "seed": req.sampling_params.sampling_seed})
+    if req.routed_experts is not None:
+        say_last(ROUTING_WEIGHTS, base64.b64encode(capturer().weights().numpy().tobytes()).decode())
     return result
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPException
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.common.engine.record import Completion
 from zoo.common.fingerprint import Fingerprint
-from zoo.sglang_plugin.names import FILTERED, ROUTING_WEIGHTS, STATE, WEIGHTS, WEIGHTS_DIGITS
-from zoo.sglang_plugin.requests import sampling_params
+from zoo.sglang_plugin.answers import read_answer, read_routing, token_ids
+from zoo.sglang_plugin.names import STATE, WEIGHTS_DIGITS
+from zoo.sglang_plugin.requests import ending, sampling_params
 
-SGLANGS_MOST = 128  # output tokens of a request that names no max_new_tokens
+PATIENCE = 60.0  # seconds for a server to say what it runs, and for each of its bytes
+LARGEST = 1 << 26  # bytes of that at most: SGLang's own are some 100 KiB
+PIECE = 1 << 16
 
 
 def fingerprint(server: Any) -> Fingerprint:
@@ -42,20 +46,53 @@ def states(server: Any) -> list[dict[str, Any]]:
 
     ValueError if nothing answers there, or it does not run the plugin.
     """
-    if isinstance(server, str):
-        try:
-            with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=60) as answer:
-                info = json.load(answer)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no SGLang server answers at {server!r}: {error}") from error
-    elif not hasattr(server, "get_server_info"):
-        raise ValueError(f"a server is its address or an sglang.Engine, not {type(server).__name__}")
-    else:
-        info = server.get_server_info()
-    said = [state.get(STATE) for state in info.get("internal_states", ())]
-    if not said or any(state is None for state in said):
+    info = _server_info(server)
+    given = info.get("internal_states") if isinstance(info, dict) else None
+    if not isinstance(given, list | tuple) or not all(isinstance(state, dict) for state in given):
+        raise ValueError(f"this is no SGLang server: it says nothing of its schedulers, but {info!r:.120}")
+    said = [state.get(STATE) for state in given]
+    if not said or None in said:
         raise ValueError("this server does not run the zoo's backend: start it with --attention-backend zoo")
-    return said
+    for state in said:
+        if not isinstance(state, dict) or not isinstance(state.get("fingerprint", ()), dict | None):
+            raise ValueError(f"the server's plugin is of another version than this client: it says {state!r:.120} of itself")
+    return [dict(state) for state in said]
+
+
+def _server_info(server: Any) -> Any:
+    if not isinstance(server, str):
+        if not hasattr(server, "get_server_info"):
+            raise ValueError(f"a server is its address or an sglang.Engine, not {type(server).__name__}")
+        try:
+            return server.get_server_info()
+        except Exception as error:
+            raise ValueError(f"the engine does not say what it runs: {_first_words(error)}") from error
+    if not server.startswith(("http://", "https://")):
+        raise ValueError(f"a server's address starts with http:// or https://, not {server!r:.80}")
+    try:
+        with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=PATIENCE) as answer:
+            return json.loads(_body(answer))
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        raise ValueError(f"no SGLang server answers at {server!r:.80}: {_first_words(error)}") from error
+
+
+def _first_words(error: Exception) -> str:
+    """What an error says, on one line that a terminal can show: a stranger may have written it."""
+    said = str(error)[:200] or type(error).__name__
+    return said if said.isprintable() else repr(said)
+
+
+def _body(answer: Any) -> bytes:
+    """All of a body, in bounds: a socket's own timeout starts anew with each byte."""
+    deadline, pieces, size = time.monotonic() + PATIENCE, [], 0
+    while piece := answer.read1(PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > LARGEST:
+            raise ValueError(f"more than {LARGEST} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{size} bytes in {PATIENCE:g} s and no end")
+    return b"".join(pieces)
 
 
 @contextmanager
@@ -88,66 +125,46 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
     answer    {"output_ids": ..., "meta_info": ...}
     sampling  the parameters that were sent
     printed   `fingerprint` of the server under the weights that it answered with
-    ValueError if the answer has no log-probabilities or output tokens, is not finished, is of another prompt's length, comes from
-    a server without this plugin's fields, has rows of two weights (updated while it was paused, or over a cache that was not
-    flushed), or of others than `printed` names.
+
+    Its seed is the one that the server says: of several samples each has its own. ValueError if the answer has no log-probabilities
+    or output tokens, is not finished, is to another prompt, comes from a server without this plugin's fields, has rows of two weights
+    (updated while it was paused, or over a cache that was not flushed), or of others than `printed` names; if its ids, log-probabilities
+    or counts contradict each other or are no such thing; and for what is no answer of SGLang's at all.
     """
-    meta = answer["meta_info"]
-    if "output_token_logprobs" not in meta:
-        raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
-    count = meta["completion_tokens"]
-    if meta["finish_reason"] is None:
-        most = sampling.get("max_new_tokens", SGLANGS_MOST)
-        raise ValueError(f"answer {meta['id']} is not finished: {count} of up to {most} tokens so far")
-    if meta["prompt_tokens"] != len(prompt_ids):
-        raise ValueError(f"answer {meta['id']} is of {meta['prompt_tokens']} prompt tokens, the prompt given has {len(prompt_ids)}")
-    if not count:
-        raise ValueError(f"answer {meta['id']} has 0 output tokens: nothing was drawn, {WEIGHTS} names what scored its {len(prompt_ids)}")
-    for name in (FILTERED, WEIGHTS):
-        if name not in meta:
-            raise ValueError(f"the answer has no {name}: its server runs another backend, or a plugin of another version than this client")
-    scored, filtered, drawn_by = meta["output_token_logprobs"], meta[FILTERED], meta[WEIGHTS]
-    output_ids = tuple(token for _, token, _ in scored)
-    for what, entries in (("log-probabilities", scored), ("filtered log-probabilities", filtered), ("weights", drawn_by)):
-        if len(entries) != count:
-            raise ValueError(f"{len(entries)} {what} for {count} output tokens")
-    if None in drawn_by:
+    if not isinstance(sampling, dict):
+        raise ValueError(f"sampling is the dictionary that was sent, not a {type(sampling).__name__}")
+    ids = token_ids(prompt_ids)
+    found = read_answer(answer, ids, sampling)
+    if None in found.drawn_by:
         raise ValueError(
-            f"the weights changed under answer {meta['id']}, or under the cache that it read: update between requests and flush the cache"
+            f"the weights changed under answer {found.request_id}, or under the cache that it read: update between requests and flush "
+            "the cache"
         )
     mine = printed.weights[:WEIGHTS_DIGITS]
-    for other in set(drawn_by) - {mine}:
-        raise ValueError(f"answer {meta['id']} was drawn by weights {other}, the fingerprint is of {mine}")
-    prompt = meta.get("input_token_logprobs")
-    whole = prompt is not None and len(prompt) == len(prompt_ids)
+    for other in set(found.drawn_by) - {mine}:
+        raise ValueError(f"answer {found.request_id} was drawn by weights {other}, the fingerprint is of {mine}")
     return Completion(
-        request_id=meta["id"],
-        prompt_ids=tuple(prompt_ids),
-        output_ids=output_ids,
-        log_probs=tuple(value for value, _, _ in scored),
-        filtered_log_probs=tuple(filtered),
-        prompt_log_probs=tuple(value for value, _, _ in prompt[1:]) if whole else None,
-        sampling=sampling_params(sampling, meta["id"]),
-        versions=(printed.weights,) * (len(prompt_ids) + len(output_ids) - 1),
+        request_id=found.request_id,
+        prompt_ids=ids,
+        output_ids=found.output_ids,
+        log_probs=found.log_probs,
+        filtered_log_probs=found.filtered_log_probs,
+        prompt_log_probs=found.prompt_log_probs,
+        sampling=replace(sampling_params(sampling, found.seed), seed=found.seed, **ending(sampling)),
+        versions=(printed.weights,) * (len(ids) + len(found.output_ids) - 1),
         exact=True,
-        finish_reason=meta["finish_reason"]["type"],
+        finish_reason=found.finish_reason,
         fingerprint=printed,
     )
 
 
-def routing(answer: dict[str, Any], layers: int, top_k: int) -> tuple[Tensor, Tensor]:
+def routing(answer: dict[str, Any], layers: int, top_k: int, experts: int | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
     """(experts int32, weights FP32), [tokens, layers, top_k] each, of an answer asked with return_routed_experts.
 
-    Entry k is slot k, the order in which a token's experts are added. Tokens: from `routed_experts_start_len` (0 unless sent) to
-    the last but one, since the last drawn token has not run. layers, top_k: of the model, `config.layers` and `.experts_per_token`.
-    ValueError if the answer has no routing, or not of this geometry.
+    Entry k is slot k, the order in which a token's experts are added. Tokens: from `start` (the `routed_experts_start_len` that was
+    sent) to the last but one, since the last drawn token has not run. layers, top_k, experts: of the model, `config.layers`,
+    `.experts_per_token` and `.experts`.
+    ValueError if the answer has no routing, of other counts, with an expert that there isn't or twice for a token, or with weights that
+    no router gives.
     """
-    meta = answer["meta_info"]
-    texts = meta.get("routed_experts"), (meta.get(ROUTING_WEIGHTS) or [None])[-1]
-    if None in texts:
-        raise ValueError("the answer has no routing: start with --enable-return-routed-experts and ask with return_routed_experts=True")
-    experts, weights = (bytearray(base64.b64decode(text)) for text in texts)
-    if len(experts) != len(weights) or len(experts) % (4 * layers * top_k):
-        raise ValueError(f"{len(experts)} bytes of experts and {len(weights)} of weights are not whole tokens of {layers} x {top_k} x 4")
-    shape = (-1, layers, top_k)
-    return torch.frombuffer(experts, dtype=torch.int32).view(shape), torch.frombuffer(weights, dtype=torch.float32).view(shape)
+    return read_routing(answer, layers, top_k, experts, start)

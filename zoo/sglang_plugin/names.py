@@ -13,6 +13,8 @@ FILTERED = "output_token_filtered_logprobs"
 # None where there are none such. One entry for an answer without output tokens, whose prompt was scored
 WEIGHTS = "output_token_weights"
 WEIGHTS_DIGITS = 8
+# meta_info key whose last entry says what a finished answer is to: {"prompt": digest of its token ids, "seed": the one that drew}
+REQUEST = "answered_request"
 # key of a captured draw on its way from the forward to the sampler; it never leaves the scheduler
 DRAWN = "drawn"
 # meta_info key of the weights of SGLang's `routed_experts`; the last entry has all of a request's

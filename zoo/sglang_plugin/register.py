@@ -16,9 +16,12 @@ hooked method at all, who notices is said here.
   the batch.
 - after TokenizerManager._validate_one_request: a request is answered by 400 before it runs. Sampling parameters that came another way
   would end the scheduler, so servers whose requests do are refused at start.
+- before TokenizerManager._send_one_request and _send_batch_request: each sample gets a seed of its own. The sampler refuses a request
+  without one, and the client's `record` an answer of another seed than were asked for.
 - after Scheduler.get_internal_state: the fingerprint's route. The client's `fingerprint` says so.
 - around RoutedExpertsCapturer.create: SGLang's own keeps experts without their weights. The model refuses to hand it routing.
-- around SchedulerBatchResultProcessor._maybe_collect_routed_experts: the weights go to the client beside the experts.
+- around SchedulerBatchResultProcessor._maybe_collect_routed_experts: what a finished answer is to (its prompt's digest and its seed) goes
+  to the client, and the weights beside the experts. The client's `record` refuses an answer without the former.
 - around SchedulerBatchResultProcessor.process_batch_result_prefill: a request that was retracted before its prefill's result is read
   keeps its first log-probability, and those behind it in the batch their own prompts'. The client's `record` refuses lists of other
   lengths than the answer's.
@@ -46,6 +49,7 @@ from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import DUMMY, around_resolution
 from zoo.sglang_plugin.parser import register_parser
 from zoo.sglang_plugin.results import around_prefill_result
+from zoo.sglang_plugin.seeds import SAMPLES, Samples, before_send, before_send_batch
 from zoo.sglang_plugin.slots import around_alloc_decode, around_alloc_extend
 from zoo.sglang_plugin.waiting import around_input, around_update, waits_for_release
 
@@ -56,6 +60,7 @@ SRT = "sglang.srt"
 KV_MEMORY = "kv_cache"
 WEIGHTS_MEMORY = "weights"
 PAGES = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+REQUESTS = "managers.tokenizer_manager.TokenizerManager"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -83,7 +88,9 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         (PAGES + ".alloc_decode", around_alloc_decode, "AROUND"),
         ("model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", after_graph_runner, "AFTER"),
         ("sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", after_sampling_info, "AFTER"),
-        ("managers.tokenizer_manager.TokenizerManager._validate_one_request", after_validate, "AFTER"),
+        (REQUESTS + "._validate_one_request", after_validate, "AFTER"),
+        (REQUESTS + "._send_one_request", before_send, "BEFORE"),
+        (REQUESTS + "._send_batch_request", before_send_batch, "BEFORE"),
         ("managers.scheduler.Scheduler.get_internal_state", after_internal_state, "AFTER"),
         ("state_capturer.routed_experts.RoutedExpertsCapturer.create", around_create, "AROUND"),
         (RESULTS + "._maybe_collect_routed_experts", around_collect, "AROUND"),
@@ -171,6 +178,7 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
         from zoo.sglang_plugin.requests import check_request
 
         check_request(obj, input_ids, manager.model_config.vocab_size)
+        setattr(obj, SAMPLES, Samples())
     return result
 
 

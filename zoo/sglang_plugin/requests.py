@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from zoo.common.sampling import SamplingParams
 
 TOP_K_ALL = 1 << 30  # SGLang's "whole vocabulary"
+SGLANGS_MOST = 128  # output tokens of a request that names no max_new_tokens
+UNBOUNDED = 1 << 30  # of one that says None: no context is longer
 GREEDY_BELOW = 1e-6  # SGLang turns a lower temperature into temperature 1 with top_k 1
 # field of a request -> the values that leave the logits alone
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,16 +34,17 @@ UNSERVED = (
 )  # fmt: skip
 
 
-def seed_of(request_id: str) -> int:
-    """The seed of a request that named none: 63 bits of its id, which every answer carries (`meta_info["id"]`)."""
-    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little") >> 1
+def prompt_digest(ids: Sequence[int]) -> str:
+    """32 hexadecimal digits that name a prompt's token ids."""
+    return hashlib.sha256(struct.pack(f"<{len(ids)}q", *ids)).hexdigest()[:32]
 
 
-def sampling_params(given: Any, request_id: str) -> SamplingParams:
+def sampling_params(given: Any, seed: int | None = None) -> SamplingParams:
     """The zoo's parameters from SGLang's: a dict as a client sends it, or its SamplingParams object.
 
     SGLang writes greedy as temperature 1 with top_k 1, so both spellings are greedy: scored at temperature 1, unfiltered.
-    ValueError, naming the field, for what the trainer could not replay.
+    seed  of a request that names none
+    ValueError, naming the field, for what the trainer could not replay. RuntimeError if it has no seed at all.
     """
 
     def field(name: str, default: Any) -> Any:
@@ -54,8 +58,9 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
     if field("beam_width", 1) != 1:
         raise ValueError(f"beam_width={field('beam_width', 1)} is not sampling: only drawn tokens are served")
     temperature, top_k = float(field("temperature", 1.0)), int(field("top_k", -1))
-    seed = field("sampling_seed", None)
-    seed = seed_of(request_id) if seed is None else int(seed)
+    seed = field("sampling_seed", seed)
+    if seed is None:
+        raise RuntimeError("a request that draws has no seed: the hook on TokenizerManager._send_one_request is not active")
     if 0 <= temperature < GREEDY_BELOW or (temperature == 1.0 and top_k == 1):
         return SamplingParams(temperature=0.0, seed=seed)
     return SamplingParams(
@@ -67,6 +72,19 @@ def sampling_params(given: Any, request_id: str) -> SamplingParams:
     )
 
 
+def ending(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the zoo's parameters that say when a request ends, from SGLang's, for its record: SGLang itself ends it.
+
+    A request that names no max_new_tokens gets SGLang's default, one that says None as many as its context holds.
+    """
+    most = given.get("max_new_tokens", SGLANGS_MOST)
+    return {
+        "max_new_tokens": UNBOUNDED if most is None else most,
+        "stop_token_ids": tuple(given.get("stop_token_ids") or ()),
+        "ignore_eos": given.get("ignore_eos") or False,
+    }
+
+
 def check_request(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
     """ValueError, one sentence, for a request (one item of SGLang's GenerateReqInput) that is not served exactly, or would end the
     scheduler: token ids, or a number of top log-probabilities, outside the vocabulary, a logprob_start_len below -1."""
@@ -74,7 +92,7 @@ def check_request(request: Any, input_ids: Sequence[int] | None, vocabulary: int
         value = getattr(request, name, None)
         if value is not None and value is not False and value != []:
             raise ValueError(f"{name} is not served by the zoo's backend")
-    sampling_params(request.sampling_params or {}, str(request.rid))
+    sampling_params(request.sampling_params or {}, seed=0)  # a fresh one is given to it where it leaves
     if input_ids is not None and len(input_ids) and not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
         odd = next(token for token in input_ids if not 0 <= token < vocabulary)
         raise ValueError(f"token id {odd} of the prompt is outside the vocabulary of {vocabulary}")

@@ -43,7 +43,7 @@ class RowsBatchInfo(SamplingBatchInfo):
 
 def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device | str) -> RowsBatchInfo:
     """The batch's parameters from the requests themselves: SGLang's tensors hold temperature and top_p rounded to FP32."""
-    params = [sampling_params(request.sampling_params, request.rid) for request in requests]
+    params = [sampling_params(request.sampling_params) for request in requests]
     rows = RowSampling.of(params, [0] * len(params), "cpu")
     moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
     fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
