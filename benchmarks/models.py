@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _rival(arch: str, trainer: type[Any]) -> Program:
     """`unaligned`, or, where a library that it needs is missing, the same with our own kernel for that op, and said so."""
-    program = resolve("unaligned", "cuda", torch.bfloat16, trainer.contributors)
+    program = resolve("unaligned", "cuda", torch.bfloat16, trainer.family.contributors)
     if arch == "glm5":
         print("rival: select and sparse_attention are ours in it too; products and experts are not", flush=True)
     if arch.startswith("qwen3_5"):
@@ -72,7 +72,7 @@ def _rival(arch: str, trainer: type[Any]) -> Program:
             provider.function("serve")
         except (ImportError, AttributeError) as error:
             print(f"rival: gated_delta stays aligned ({first_line(error)})", flush=True)
-            return mixed(["gated_delta"], trainer.contributors)
+            return mixed(["gated_delta"], trainer.family.contributors)
     return program
 
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     budget, device = Budget(given.budget), torch.device(given.device)
-    aligned, cuda = resolve("aligned", device, torch.bfloat16, trainer.contributors), device.type == "cuda"
+    aligned, cuda = resolve("aligned", device, torch.bfloat16, trainer.family.contributors), device.type == "cuda"
     bench_rival = _rival(given.arch, trainer) if cuda else None
     providers: dict[str, str] = {}
     if cuda:

@@ -46,7 +46,7 @@ def ablate(bench: Bench, batches: Sequence[int], context: int, documents: int, l
     """Switches one op at a time from the unaligned to the aligned class, in a decode step and in scoring."""
     assert bench.rival is not None
     base = bench.rival.switched if isinstance(bench.rival, Mixed) else ()
-    names = [op for op in switchable(bench.trainer.used_ops(bench.config)) if op not in base]
+    names = [op for op in switchable(bench.trainer.family.used_ops(bench.config)) if op not in base]
     programs: dict[str, Program] = {
         "unaligned": bench.rival,
         **{op: mixed([*base, op], bench.aligned.contributors) for op in names},

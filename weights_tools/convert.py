@@ -24,7 +24,7 @@ def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: 
         raise ValueError(f"--to {to!r} is not one of zoo, hf")
     source = Checkpoint.open(path)
     made = model_class(source.config)
-    table = made.table(made.config_class.from_hf(source.config))
+    table = made.family.table(made.family.config.from_hf(source.config))
     with fresh_folder(out) as folder:
         for name, content in source.files.items():
             (folder / name).write_bytes(content)

@@ -23,7 +23,7 @@ def show(path: str, revision: str | None = None, content: bool = True, console: 
     stored = source.tensors
     try:
         made = model_class(source.config)
-        table: WeightTable | None = made.table(made.config_class.from_hf(source.config))
+        table: WeightTable | None = made.family.table(made.family.config.from_hf(source.config))
         known = f"a checkpoint of {made.__name__}"
     except ValueError as error:
         table, known = None, f"not supported: {error}"
@@ -90,7 +90,7 @@ def content_hash_of(source: Checkpoint) -> str:
 def table_of(source: Checkpoint) -> WeightTable:
     """The weight table of a checkpoint's config. ValueError for an architecture or config that is not supported."""
     made = model_class(source.config)
-    return made.table(made.config_class.from_hf(source.config))
+    return made.family.table(made.family.config.from_hf(source.config))
 
 
 def wide_console() -> Console:

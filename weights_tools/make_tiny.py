@@ -214,7 +214,7 @@ def make_tiny(
     if vision:
         fields = _with_vision(arch, fields)
     made = model_class(fields)
-    table = made.table(made.config_class.from_hf(fields))
+    table = made.family.table(made.family.config.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
     specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
     unused = dict(_UNUSED) if vision else {}
@@ -227,7 +227,7 @@ def make_tiny(
             return normal_(torch.empty(unused[name], dtype=torch.bfloat16), key64(seed, name), 1.0, 0.0)
         entry, piece = places[name]
         tensor = torch.empty(piece.shape, dtype=dtypes[name])
-        return draw_piece(piece, tensor, seed, table, entry, made.recipe)
+        return draw_piece(piece, tensor, seed, table, entry, made.family.recipe)
 
     dtypes = {name: dtype for name, dtype, _ in specs}
     total = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs)

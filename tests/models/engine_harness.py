@@ -14,7 +14,7 @@ from zoo.common.engine import Completion, Engine
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.hybrid_memory import HybridMemory
 from zoo.common.latent_memory import LatentMemory
-from zoo.common.memory import PackedMemory, PagedMemory
+from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
@@ -73,7 +73,7 @@ def trained(model: Any, record: Completion) -> dict[str, Any]:
     ids = torch.tensor(record.prompt_ids + record.output_ids)
     rows = Rows.packed(torch.tensor([0, len(ids)]))
     with torch.no_grad():
-        hidden = model.hidden_rows(ids, rows, PackedMemory())[len(record.prompt_ids) - 1 : -1]
+        hidden = model.hidden_rows(ids, rows)[len(record.prompt_ids) - 1 : -1]
         count = len(record.output_ids)
         positions = range(len(record.prompt_ids), len(record.prompt_ids) + count)
         drawn = sample(model.logits(hidden), RowSampling.of([record.sampling] * count, list(positions), "cpu"), model.program)

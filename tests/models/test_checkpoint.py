@@ -21,6 +21,7 @@ from weights_tools.convert import convert
 from weights_tools.make_tiny import ARCHS, make_tiny
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
+from zoo.common.family import Family
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.hashing import checksums, key64, normal_
 from zoo.common.pretrained import Pretrained, draw_piece
@@ -450,14 +451,23 @@ def test_known_names_are_made_once_and_places_are_asked_anew() -> None:
 
 
 class Toy(Pretrained):
-    config_class = ToyConfig
-    table = staticmethod(toy_table)
-
     def __init__(self, config: ToyConfig, program: Program) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.config, self.program = config, program
         self.stack = nn.Parameter(torch.empty(4, 3, 5, dtype=torch.bfloat16))
         self.decay = nn.Parameter(torch.empty(7, dtype=torch.float32))
+
+
+Family(
+    config=ToyConfig,
+    model=nn.Module,  # type: ignore[arg-type]
+    table=toy_table,
+    used_ops=lambda config: (),
+    rl=Toy,  # type: ignore[arg-type]
+    serving=Toy,  # type: ignore[arg-type]
+    architectures=(),
+    page_size=lambda config: 1,
+)
 
 
 def toy_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
@@ -834,7 +844,7 @@ def test_loading_needs_no_second_copy(copy: Path, tmp_path: Path) -> None:
     spoil_config(copy, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
     (tmp_path / "big").mkdir()
     shutil.move(copy / "config.json", tmp_path / "big" / "config.json")
-    table = Qwen3ForRL.table(Qwen3ForRL.config_class.from_hf(json.loads((tmp_path / "big" / "config.json").read_text())))
+    table = Qwen3ForRL.family.table(Qwen3ForRL.family.config.from_hf(json.loads((tmp_path / "big" / "config.json").read_text())))
     shapes = {piece.published: piece.shape for _, piece in table.pieces()}
     specs = [(name, torch.bfloat16, shape) for name, shape in shapes.items()]
     write_shards(tmp_path / "big", specs, lambda name: torch.ones(shapes[name], dtype=torch.bfloat16), 10**8)

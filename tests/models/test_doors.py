@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.utils import _apply_to_tensors
 from zoo.common import ops
 from zoo.common.engine import Engine
 from zoo.common.layers import RotaryTable
-from zoo.common.memory import PackedMemory
+from zoo.common.memory import PackedKeyValues
 from zoo.common.ops.attention.reference import KEY_TILE
 from zoo.common.program import narrow_parts, resolve
 from zoo.common.rows import Rows
@@ -143,7 +144,8 @@ class TestFingerprint:
     @pytest.mark.parametrize("wrong", [("embed", "rms_norm", "linear", "norm_rope", "attention"), (*ops.CONTRACTS,)])
     def test_a_wrong_list_is_seen(self, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         trained, served = trainer(small("qwen3")), server(small("qwen3"))
-        monkeypatch.setattr(type(trained), "used_ops", staticmethod(lambda config: wrong))
+        record = SimpleNamespace(**{**vars(trained.family), "used_ops": lambda config: wrong})
+        monkeypatch.setattr(type(trained), "family", record)
         assert listed_ops(trained) != ops_run(trained, served)
 
     def test_an_op_of_another_family_is_no_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +434,7 @@ def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:
 
     def out(values: Tensor) -> Tensor:
         rows = Rows.packed(starts)
-        return ops.attention(q, PackedMemory()[0].append(k, values, rows), rows, 0.25, program=program)
+        return ops.attention(q, PackedKeyValues().append(k, values, rows), rows, 0.25, program=program)
 
     spoiled = v.clone()
     spoiled[100] = torch.nan

@@ -147,8 +147,8 @@ def test_a_trainer_that_depends_on_its_batch_fails_rung_2() -> None:
     class Leaky(type(subject.trainer)):  # type: ignore[misc]
         """Adds a trace of the batch's first row to every row."""
 
-        def hidden_rows(self, ids_R: Any, rows: Any, memory: Any) -> Any:
-            out = hidden_rows(self, ids_R, rows, memory)
+        def hidden_rows(self, ids_R: Any, rows: Any) -> Any:
+            out = hidden_rows(self, ids_R, rows)
             return (out.float() + 2.0**-7 * out[:1].float()).to(out.dtype)
 
     subject.trainer.__class__ = Leaky

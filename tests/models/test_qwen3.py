@@ -28,7 +28,6 @@ from model_harness import (
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.memory import PackedMemory
 from zoo.common.rows import Rows
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
@@ -165,7 +164,7 @@ class TestModes:
         enabled = True
         assert_same_bytes(everything(), expected)
         with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LawBroken):  # the control: the loop behind the door
-            bare = model.hidden_rows(ids, Rows.packed(starts), PackedMemory())
+            bare = model.hidden_rows(ids, Rows.packed(starts))
             assert_same_bytes(bare, model(ids, cu_seqlens=starts).hidden_states)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -218,10 +218,10 @@ class GridFromThePush(Qwen35ForServing):
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         layers, counts = memory.view(page_table_NB), (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
         anew = Rows.pushed(counts, None, "cpu")
-        residual_RD, branch_RD = self.model.embed(ids_R), None
+        carry = self.model.enter(ids_R)
         for layer, held, full in zip(self.model.layers, layers, self.config.full, strict=True):
-            residual_RD, branch_RD = layer(residual_RD, branch_RD, rows if full else anew, held, self.model.rotary)
-        return self.model.norm(residual_RD, branch_RD)[0]
+            carry = layer(carry, rows if full else anew, held, self.model.rotary)
+        return self.model.leave(carry)
 
 
 def rounded_decay(model: Qwen35ForServing) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.models_float64 import float64_of
 from zoo.common import ops
-from zoo.common.memory import KeyValues, PackedKeyValues, PackedMemory
+from zoo.common.memory import KeyValues, PackedKeyValues
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3 import Qwen3ForRL
@@ -130,20 +130,16 @@ def unstacked(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-class Detached(PackedMemory):
+class Detached(PackedKeyValues):
     """A memory that cuts the gradient of the keys, as a cache of plain bytes would."""
 
-    def __getitem__(self, layer: int) -> Any:
-        class Layer(PackedKeyValues):
-            def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
-                return KeyValues(k_RGE.detach(), v_RGE)
-
-        return Layer()
+    def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
+        return KeyValues(k_RGE.detach(), v_RGE)
 
 
 class ForgetsKeys(Qwen3ForRL):
-    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PackedMemory) -> Tensor:
-        return super().hidden_rows(ids_R, rows, Detached())
+    def packed_memory(self, rows: Rows) -> list[Any]:
+        return [Detached() for _ in range(self.config.layers)]
 
 
 def eight_bit(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Memory: the one seam between training and serving. It moves bytes and computes nothing.
 
-`append` writes the new rows' state and returns what the op reads. `PackedMemory` (training) returns the live tensors, so that
+`append` writes the new rows' state and returns what the op reads. `PackedKeyValues` (training) returns the live tensors, so that
 gradients flow and a recomputation under checkpointing changes nothing. `PagedMemory` (serving) writes pages.
 
 The engine owns which page and slot belongs to whom and knows nothing of what they hold; it speaks `ServingMemory`:
@@ -45,17 +45,10 @@ class KeyValueMemory(Protocol):
 
 
 class PackedKeyValues:
-    """Training: the rows pushed are the whole history of their documents."""
+    """Training: the rows pushed are the whole history of their documents. Stateless, so recomputation changes nothing."""
 
     def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
         return KeyValues(k_RGE, v_RGE)
-
-
-class PackedMemory:
-    """Training's memory: one stateless layer view for all layers, so recomputation is idempotent by construction."""
-
-    def __getitem__(self, layer: int) -> PackedKeyValues:
-        return PackedKeyValues()
 
 
 @dataclass

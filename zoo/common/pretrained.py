@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +20,13 @@ from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
 from zoo.common.ops import table_hash
 from zoo.common.program import Program, parse_device, resolve
+from zoo.common.recipe import Draw, usual_recipe
 
-
-@dataclass(frozen=True)
-class Draw:
-    """How a random tensor is drawn: near-normal with this mean and standard deviation."""
-
-    std: float
-    mean: float = 0.0
-
+if TYPE_CHECKING:
+    from zoo.common.family import Family
+    from zoo.common.walk import CausalModel
 
 DRIVER_OPS = ("linear", "log_prob", "sample")  # what ForRL and ForServing call behind the last layer: logits, scores, draws
-HEAD_SPREAD = 2.5  # standard deviation of random logits: entropy about ln V - 3, no token near certainty
-
-
-def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
-    """Realistic scale by role: norms near 1, other vectors 0.3, matrices 1/sqrt(fan in), the head a little wider."""
-    if len(shape) == 1:
-        return Draw(0.1, 1.0) if "norm" in published else Draw(0.3)
-    if re.search(r"embed", published) and not tied:
-        return Draw(1.0)
-    if re.search(r"embed|(^|\.)(lm_)?head\.", published):
-        return Draw(HEAD_SPREAD * shape[-1] ** -0.5)
-    return Draw(shape[-1] ** -0.5)
-
 
 Seen = tuple["weakref.ref[nn.Parameter]", int, int]  # a parameter, where its memory lies and how often torch wrote it
 
@@ -53,19 +34,14 @@ Seen = tuple["weakref.ref[nn.Parameter]", int, int]  # a parameter, where its me
 class Pretrained(nn.Module):
     """Base of every ForRL and ForServing class.
 
-    A subclass sets `config_class` (with from_hf and to_hf), `table` (config -> WeightTable) and `used_ops` (config -> names of the
-    ops that its layers call), builds its parameters in `__init__(config, program)` also on the meta device, and gives
-    `reset_buffers(device)` and `program_lines()`. `trainable` says whether parameters want gradients, those that the table freezes
-    left out; `contributors` are the leaves of its routed experts' sum (see Program).
+    `family` is the record that names the classes (zoo.common.family). `trainable` says whether parameters want gradients, those
+    that the weight table freezes left out.
     """
 
-    config_class: Any
-    table: Callable[[Any], WeightTable]
-    used_ops: Callable[[Any], tuple[str, ...]]
-    recipe = staticmethod(recipe)
+    family: ClassVar[Family]
     trainable: ClassVar[bool] = True
-    contributors: ClassVar[int] = 8
 
+    model: CausalModel
     config: Any
     program: Program
     _source: Checkpoint | None = None
@@ -73,6 +49,13 @@ class Pretrained(nn.Module):
     _hash: tuple[int, list[Seen], str] | None = None
     _changes: int = 0
     _places: list[tuple[str, dict[str, Any], str, torch.dtype]] | None = None
+
+    def __init__(self, config: Any, program: Program) -> None:
+        """Parameters of the family's model, not filled; also on the meta device."""
+        super().__init__()
+        self.config = config
+        self.program = program
+        self.model = self.family.model(config, program)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_hash": None}  # of the parameters of this object, not of a copy's
@@ -134,11 +117,11 @@ class Pretrained(nn.Module):
         """
         _not_built(layout=layout, lora=lora)
         source = Checkpoint.open(path_or_hub_id, revision)
-        config = cls.config_class.from_hf(source.config)
-        table = cls.table(config)
+        config = cls.family.config.from_hf(source.config)
+        table = cls.family.table(config)
         match = source.match(table)
         where = _device(device)
-        chosen = resolve(program, where, dtype or source.main_dtype(match, table), cls.contributors)
+        chosen = resolve(program, where, dtype or source.main_dtype(match, table), cls.family.contributors)
         module = cls._on_meta(config, chosen)
         files.check_dtypes(source, match, module, table, convert=dtype is not None)
         module._allocate(where)
@@ -161,12 +144,12 @@ class Pretrained(nn.Module):
         _not_built(layout=layout)
         where = _device(device)
         usual = torch.float32 if program == "transformers" else torch.bfloat16
-        module = cls._on_meta(config, resolve(program, where, dtype or usual, cls.contributors))
+        module = cls._on_meta(config, resolve(program, where, dtype or usual, cls.family.contributors))
         module._allocate(where)
-        table = cls.table(config)
+        table = cls.family.table(config)
         parameters = dict(module.named_parameters())
         for entry, piece in table.pieces():
-            draw_piece(piece, piece.of(parameters[entry.ours]), seed, table, entry, cls.recipe)
+            draw_piece(piece, piece.of(parameters[entry.ours]), seed, table, entry, cls.family.recipe)
         return module
 
     def save_pretrained(self, path: str | Path, *, shard_bytes: int = files.SHARD_BYTES) -> None:
@@ -268,7 +251,7 @@ class Pretrained(nn.Module):
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        used = {*DRIVER_OPS, *type(self).used_ops(self.config)}
+        used = {*DRIVER_OPS, *self.family.used_ops(self.config)}
         made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label
@@ -285,13 +268,13 @@ class Pretrained(nn.Module):
         return parameters
 
     def table_of(self) -> WeightTable:
-        return type(self).table(self.config)
+        return self.family.table(self.config)
 
     @classmethod
     def _on_meta(cls, config: Any, program: Program) -> Self:
         with torch.device("meta"):
             module = cls(config, program)
-        table, parameters = cls.table(config), dict(module.named_parameters())
+        table, parameters = cls.family.table(config), dict(module.named_parameters())
         covered = dict.fromkeys(parameters, 0)
         for entry, piece in table.pieces():
             covered[entry.ours] += torch.Size(piece.shape).numel()
@@ -342,7 +325,7 @@ def draw_piece(
     seed: int,
     table: WeightTable,
     entry: Entry,
-    how: Callable[[str, tuple[int, ...], bool], Draw] = recipe,
+    how: Callable[[str, tuple[int, ...], bool], Draw] = usual_recipe,
 ) -> Tensor:
     """Fills the place of one published tensor from (seed, published name)."""
     tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)

@@ -12,6 +12,7 @@ from zoo.common import ops
 from zoo.common.memory import RESERVED_SLOT, ServingMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_ids, check_integers
+from zoo.common.walk import walk
 
 PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next
 PREFILL_STRIDE = 1024  # above them every so many rows, up to a whole chunk
@@ -20,12 +21,11 @@ PREFILL_SEQUENCES = (8, 32)  # live ones at most: of a captured prefill of PREFI
 
 
 class ForServing(Pretrained, nn.Module):
-    """Base of every architecture's serving model; a subclass writes the walk through its layers and names its memory.
+    """Base of every architecture's serving model; a subclass makes its memory.
 
     memory_class  what `make_memory` gives and `prefill` takes
     """
 
-    model: nn.Module
     memory_class: type[Any]
     trainable = False
 
@@ -38,8 +38,8 @@ class ForServing(Pretrained, nn.Module):
         raise AssertionError("written by each architecture")
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
-        """Token ids to final normed rows [R, D], writing memory: the subclass's loop."""
-        raise AssertionError("written by each architecture")
+        """Token ids to final normed rows [R, D], writing memory."""
+        return walk(self.model, ids_R, rows, memory.view(page_table_NB))
 
     @property
     def captured_length(self) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 from zoo.common import ops
-from zoo.common.memory import PackedMemory
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_cu_seqlens, check_ids, check_integers
 from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
+from zoo.common.walk import walk
 
 IGNORE = -100
 
@@ -62,14 +62,18 @@ register_pytree_node(ModelOutput, lambda out: ([out.loss, out.hidden_states, out
 
 
 class ForRL(Pretrained, nn.Module):
-    """Base of every architecture's training model; a subclass writes the walk through its layers."""
+    """Base of every architecture's training model; a subclass says what memory its layers have."""
 
-    model: nn.Module
     gradient_checkpointing = False
 
-    def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: PackedMemory) -> Tensor:
-        """Token ids to final normed rows [R, D]: the subclass's loop."""
+    def packed_memory(self, rows: Rows) -> list[Any]:
+        """One view a layer for whole documents packed one after another: what `append` is given is the whole history."""
         raise AssertionError("written by each architecture")
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows) -> Tensor:
+        """Token ids to final normed rows [R, D]."""
+        recompute = self.gradient_checkpointing and self.training
+        return walk(self.model, ids_R, rows, self.packed_memory(rows), recompute=recompute)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute each layer in the backward pass, by torch's non-reentrant checkpoint. The bytes stay.
@@ -116,7 +120,7 @@ class ForRL(Pretrained, nn.Module):
             ids_R = input_ids[keep]
             starts = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
         rows = self._rows(ids_R, starts)
-        hidden_RD = self.hidden_rows(ids_R, rows, PackedMemory())
+        hidden_RD = self.hidden_rows(ids_R, rows)
         loss = None
         if labels is not None:
             targets_R = next_in_document(labels if keep is None else labels[keep], rows, IGNORE)
@@ -162,7 +166,7 @@ class ForRL(Pretrained, nn.Module):
         if isinstance(top_k, bool) or not isinstance(top_k, int):
             raise ValueError(f"top_k must be an integer, not {top_k!r:.40}")
         rows = self._rows(input_ids, cu_seqlens)
-        hidden_RD = self.hidden_rows(input_ids, rows, PackedMemory())
+        hidden_RD = self.hidden_rows(input_ids, rows)
         scored_R = torch.ones_like(input_ids, dtype=torch.bool)
         if target_ids is None:
             target_ids = next_in_document(input_ids, rows, IGNORE)

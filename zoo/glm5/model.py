@@ -5,6 +5,8 @@ R rows, D hidden, H heads, C columns of a latent row, V columns of its values, E
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from zoo.common.latent_memory import LatentLayer
 from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
+from zoo.common.walk import CausalModel
 from zoo.glm5.config import LATENT_EPS, GLMConfig
 
 
@@ -128,8 +131,16 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_RD, weights_RK, experts_RK, self.shared(x_RD))
 
 
+class Selected(NamedTuple):
+    """What goes from layer to layer: the residual stream, the branch that the next norm adds to it, and the tokens last chosen."""
+
+    residual_RD: Tensor
+    branch_RD: Tensor | None
+    selected_RK: Tensor | None
+
+
 class DecoderLayer(nn.Module):
-    """Pre-norm block. Takes the residual stream, the last branch, which its first norm adds to it, and the tokens chosen below."""
+    """Pre-norm block. Its first norm adds the last branch to the residual stream."""
 
     def __init__(self, config: GLMConfig, program: Program, full: bool, sparse: bool) -> None:
         super().__init__()
@@ -138,23 +149,15 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
         self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.inner, program)
 
-    def forward(
-        self,
-        residual_RD: Tensor,
-        branch_RD: Tensor | None,
-        selected_RK: Tensor | None,
-        rows: Rows,
-        memory: LatentLayer,
-        rotary: RotaryTable,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x_RD, residual_RD = self.input_norm(residual_RD, branch_RD)
-        branch_RD, selected_RK = self.attention(x_RD, selected_RK, rows, memory, rotary)
+    def forward(self, carry: Selected, rows: Rows, memory: LatentLayer, rotary: RotaryTable) -> Selected:
+        x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
+        branch_RD, selected_RK = self.attention(x_RD, carry.selected_RK, rows, memory, rotary)
         x_RD, residual_RD = self.post_norm(residual_RD, branch_RD)
-        return residual_RD, self.mlp(x_RD), selected_RK
+        return Selected(residual_RD, self.mlp(x_RD), selected_RK)
 
 
-class GLMModel(nn.Module):
-    """Parameters of a whole model. The drivers walk `layers`; the head is an op's argument, not a layer."""
+class GLMModel(CausalModel):
+    """Parameters of a whole model."""
 
     def __init__(self, config: GLMConfig, program: Program) -> None:
         super().__init__()
@@ -166,6 +169,5 @@ class GLMModel(nn.Module):
         if not config.tied:
             self.head = Embedding(config.vocabulary, config.hidden, program)
 
-    @property
-    def head_weight_VD(self) -> Tensor:
-        return self.embed.weight if "head" not in self._modules else self.head.weight
+    def enter(self, ids_R: Tensor) -> Selected:
+        return Selected(self.embed(ids_R), None, None)

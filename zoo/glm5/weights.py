@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.recipe import Draw, usual_recipe
 from zoo.glm5.config import GLMConfig
 
 FP32 = (r".*\.mlp\.route\.bias",)
@@ -69,3 +70,12 @@ def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
         Entry(f"{mlp}.experts.down", (down,)),
         *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_inner),
     ]
+
+
+def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
+    """Biases lie near 0: a large one would send every row to the same experts."""
+    if published.endswith("e_score_correction_bias"):
+        return Draw(0.1)
+    if published.endswith(".bias"):
+        return Draw(0.3)
+    return usual_recipe(published, shape, tied)

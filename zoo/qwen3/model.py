@@ -13,6 +13,7 @@ from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear
 from zoo.common.memory import KeyValueMemory
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
+from zoo.common.walk import Branched, CausalModel
 from zoo.qwen3.config import Qwen3Config
 
 
@@ -56,7 +57,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block. Takes the residual stream and the last branch, which its first norm adds to it."""
+    """Pre-norm block. Its first norm adds the last branch to the residual stream."""
 
     def __init__(self, config: Qwen3Config, program: Program) -> None:
         super().__init__()
@@ -65,16 +66,14 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
         self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
 
-    def forward(
-        self, residual_RD: Tensor, branch_RD: Tensor | None, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable
-    ) -> tuple[Tensor, Tensor]:
-        x_RD, residual_RD = self.input_norm(residual_RD, branch_RD)
+    def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable) -> Branched:
+        x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         x_RD, residual_RD = self.post_norm(residual_RD, self.attention(x_RD, rows, memory, rotary))
-        return residual_RD, self.mlp(x_RD)
+        return Branched(residual_RD, self.mlp(x_RD))
 
 
-class Qwen3Model(nn.Module):
-    """Parameters of a whole model. The drivers walk `layers`; the head is an op's argument, not a layer."""
+class Qwen3Model(CausalModel):
+    """Parameters of a whole model."""
 
     def __init__(self, config: Qwen3Config, program: Program) -> None:
         super().__init__()
@@ -84,7 +83,3 @@ class Qwen3Model(nn.Module):
         self.rotary = RotaryTable(config.positions, config.head_dim, config.theta, program)
         if not config.tied:
             self.head = Embedding(config.vocabulary, config.hidden, program)
-
-    @property
-    def head_weight_VD(self) -> Tensor:
-        return self.embed.weight if "head" not in self._modules else self.head.weight

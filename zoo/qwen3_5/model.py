@@ -15,6 +15,7 @@ from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear
 from zoo.common.memory import KeyValueMemory
 from zoo.common.program import Program, narrow_parts
 from zoo.common.rows import Rows
+from zoo.common.walk import Branched, CausalModel
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 
@@ -118,7 +119,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block. Takes the residual stream and the last branch, which its first norm adds to it."""
+    """Pre-norm block. Its first norm adds the last branch to the residual stream."""
 
     def __init__(self, config: Qwen35Config, program: Program, full: bool) -> None:
         super().__init__()
@@ -127,21 +128,14 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
         self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
 
-    def forward(
-        self,
-        residual_RD: Tensor,
-        branch_RD: Tensor | None,
-        rows: Rows,
-        memory: KeyValueMemory | DeltaLayer,
-        rotary: RotaryTable,
-    ) -> tuple[Tensor, Tensor]:
-        x_RD, residual_RD = self.input_norm(residual_RD, branch_RD)
+    def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory | DeltaLayer, rotary: RotaryTable) -> Branched:
+        x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         x_RD, residual_RD = self.post_norm(residual_RD, self.mixer(x_RD, rows, memory, rotary))
-        return residual_RD, self.mlp(x_RD)
+        return Branched(residual_RD, self.mlp(x_RD))
 
 
-class Qwen35Model(nn.Module):
-    """Parameters of a whole model. The drivers walk `layers`; the head is an op's argument, not a layer."""
+class Qwen35Model(CausalModel):
+    """Parameters of a whole model."""
 
     def __init__(self, config: Qwen35Config, program: Program) -> None:
         super().__init__()
@@ -151,7 +145,3 @@ class Qwen35Model(nn.Module):
         self.rotary = RotaryTable(config.positions, config.rotated, config.theta, program)
         if not config.tied:
             self.head = Embedding(config.vocabulary, config.hidden, program)
-
-    @property
-    def head_weight_VD(self) -> Tensor:
-        return self.embed.weight if "head" not in self._modules else self.head.weight

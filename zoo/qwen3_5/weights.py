@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 from zoo.common.checkpoint import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.recipe import Draw, usual_recipe
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
@@ -91,3 +93,14 @@ def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
         *gated_mlp(f"{ours}.shared", f"{theirs}.shared_expert", hidden, config.shared_inner),
         single(f"{ours}.shared_gate.weight", f"{theirs}.shared_expert_gate.weight", (1, hidden)),
     ]
+
+
+def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
+    """Zero-centred norms lie near 0; decays spread from about 0.7 to 0.99 a row."""
+    if published.endswith("A_log"):
+        return Draw(0.7, 0.5)
+    if published.endswith("dt_bias"):
+        return Draw(1.0, -3.0)
+    if re.search(r"norm", published) and "linear_attn" not in published:
+        return Draw(0.1, 0.0)
+    return usual_recipe(published, shape, tied)

@@ -185,7 +185,7 @@ def imply(args: Any, fields: dict[str, Any]) -> None:
     if kind not in FAMILIES:
         raise ValueError(f"--attention-backend {args.attention_backend} serves {', '.join(FAMILIES)}, not model_type {kind!r}")
     serving = model_class(fields, "serving")
-    config = serving.config_class.from_hf(fields)
+    config = serving.family.config.from_hf(fields)
     backend = args.attention_backend
     _imply(args, "sampling_backend", SAMPLER, backend)
     _imply(args, "page_size", page_size(config.head_dim), backend)

@@ -47,7 +47,7 @@ class Served(nn.Module):
         device = torch.empty(0).device  # SGLang builds models inside their device's context
         with _plain_defaults():
             program = resolve(PROGRAMS[args.attention_backend], device, torch.bfloat16)
-            self.zoo: ForServing = serving._on_meta(serving.config_class.from_hf(fields), program)
+            self.zoo: ForServing = serving._on_meta(serving.family.config.from_hf(fields), program)
             self.zoo._allocate(device)
         # memory handed back and resumed restores buffers, and nothing else that weights don't
         for i, module in enumerate(m for m in self.zoo.modules() if isinstance(m, RotaryTable)):

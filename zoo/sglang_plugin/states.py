@@ -81,7 +81,7 @@ class HybridPool:
 
 def served_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """What SGLang needs to know of a hybrid checkpoint, from config.json's fields, under names of its own configuration."""
-    config = model_class(fields, "serving").config_class.from_hf(fields)
+    config = model_class(fields, "serving").family.config.from_hf(fields)
     seen = {
         "architectures": [HYBRID_ARCHITECTURE],
         "vocab_size": config.vocabulary,

@@ -18,7 +18,7 @@ def needed(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, .
     """
     made = model_class(fields, "rl")
     with torch.device("meta"):
-        trainer = made(config, resolve("aligned", device, torch.bfloat16, made.contributors))
+        trainer = made(config, resolve("aligned", device, torch.bfloat16, made.family.contributors))
     table = trainer.table_of()
     weights = sum(p.nbytes for p in trainer.parameters())
     gradients = sum(p.nbytes for name, p in trainer.named_parameters() if not table.is_frozen(name))

@@ -120,7 +120,7 @@ def geometry(arch: str, checkpoint: str | None, size: str | None, layers: int | 
     kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
     if kind != PUBLISHED.get(arch, arch):
         raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
-    return model_class(fields).config_class.from_hf(fields), fields
+    return model_class(fields).family.config.from_hf(fields), fields
 
 
 def build(
@@ -152,7 +152,7 @@ def load(source: dict[str, Any], role: str, device: str | None) -> Any:
 
         return load_checkpoint(source["checkpoint"], role=role, device=device)
     made = model_class(source["config"], role)
-    return made.from_config(made.config_class.from_hf(source["config"]), seed=source["seed"], device=device)
+    return made.from_config(made.family.config.from_hf(source["config"]), seed=source["seed"], device=device)
 
 
 def is_large(subject: Subject) -> bool:

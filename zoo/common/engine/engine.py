@@ -406,7 +406,7 @@ class Engine:
         if dtype is not None and dtype != program.torch_dtype:
             raise ValueError(f"dtype={dtype} for a model whose weights are {program.torch_dtype}")
         source = Checkpoint.open(path)
-        config = self.model.config_class.from_hf(source.config)
+        config = self.model.family.config.from_hf(source.config)
         if other := differences(config, self.model.config):
             raise ValueError(f"{path} is of another geometry: {', '.join(other)}")
         table = self.model.table_of()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from zoo.common.fingerprint import Fingerprint
-from zoo.common.memory import PackedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.common.training import ForRL
@@ -163,7 +162,7 @@ def check_draws(model: ForRL, *records: Completion) -> None:
         starts.append(starts[-1] + first + count)
     ids_R = torch.tensor([token for record in drawn_from for token in (*record.prompt_ids, *record.output_ids)], device=device)
     with torch.autocast(device.type, enabled=False):
-        hidden_RD = model.hidden_rows(ids_R, Rows.packed(torch.tensor(starts, device=device)), PackedMemory())
+        hidden_RD = model.hidden_rows(ids_R, Rows.packed(torch.tensor(starts, device=device)))
         sampling = RowSampling.of(params, positions, device)
         drawn = sample(model.logits(hidden_RD[torch.tensor(rows_drawn, device=device)]), sampling, model.program)
     again = zip(drawn.token_R.tolist(), drawn.log_prob_R.tolist(), drawn.filtered_log_prob_R.tolist(), strict=True)

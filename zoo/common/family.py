@@ -1,0 +1,66 @@
+"""The record of a family of models: all that the rest of the zoo knows about it. It stands in the family's `__init__.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zoo.common.recipe import Draw, usual_recipe
+
+if TYPE_CHECKING:
+    from zoo.common.checkpoint import WeightTable
+    from zoo.common.serving import ForServing
+    from zoo.common.training import ForRL
+    from zoo.common.walk import CausalModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of a family, as the command line names it.
+
+    name             of `zoo verify NAME`
+    model_types      of config.json, the one that is written first
+    sizes            geometries by lower-case published name, `tiny` among them
+    usual_size       what a benchmark takes where none is asked for: one that a single GPU holds
+    qualified_sizes  whose shapes `zoo qualify` tries by default
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    sizes: Mapping[str, Any]
+    usual_size: str
+    qualified_sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """What one folder of the zoo gives to all the others. Both classes get the record as their `family`.
+
+    config          class of the geometry, with `from_hf` and `to_hf`
+    model           class of the parameters and layers, made as model(config, program)
+    table           config -> the checkpoint's names
+    used_ops        config -> names of the ops that the layers call, for fingerprints
+    rl, serving     the classes that users name
+    architectures   at least one
+    page_size       config -> tokens of a page where nobody asks for another
+    recipe          how random weights are drawn, by published name
+    contributors    leaves of the routed experts' sum (see Program)
+    sglang          whether the plugin serves it
+    """
+
+    config: Any
+    model: Callable[..., CausalModel]
+    table: Callable[[Any], WeightTable]
+    used_ops: Callable[[Any], tuple[str, ...]]
+    rl: type[ForRL]
+    serving: type[ForServing]
+    architectures: tuple[Architecture, ...]
+    page_size: Callable[[Any], int]
+    recipe: Callable[[str, tuple[int, ...], bool], Draw] = usual_recipe
+    contributors: int = 8
+    sglang: bool = False
+
+    def __post_init__(self) -> None:
+        self.rl.family = self
+        self.serving.family = self
