@@ -22,7 +22,7 @@ install: $(INSTALLED)
 
 verify: $(INSTALLED)
 	rm -rf $(CHECKPOINT)
-	$(BIN)/python -m weights_tools make-tiny qwen3 $(CHECKPOINT)
+	$(BIN)/weights-tools make-tiny qwen3 $(CHECKPOINT)
 	$(BIN)/zoo verify qwen3 --checkpoint $(CHECKPOINT)
 
 test: $(INSTALLED)

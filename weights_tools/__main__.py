@@ -1,82 +1,9 @@
-"""`python -m weights_tools`: make-tiny, inspect, compare, convert."""
+"""`python -m weights_tools`: the same as `weights-tools`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Tools for checkpoints.")
-
-
-@app.command("make-tiny")
-def make_tiny(
-    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5")],
-    out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
-    hidden: Annotated[int | None, typer.Option(help="hidden size")] = None,
-    layers: Annotated[int | None, typer.Option(help="number of layers")] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="tie the head to the embedding")] = False,
-    vision: Annotated[bool, typer.Option("--vision", help="as the text part of a vision-language checkpoint")] = False,
-    seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
-) -> None:
-    """Write a small random checkpoint in published format: config, sharded BF16 safetensors, tokenizer."""
-    from weights_tools.make_tiny import make_tiny as make
-
-    with _one_sentence():
-        make(arch, out, hidden=hidden, layers=layers, tied=tied, vision=vision, seed=seed)
-        typer.echo(f"wrote {out}")
-
-
-@app.command()
-def inspect(
-    path: Annotated[str, typer.Argument(help="folder or hub id")],
-    revision: Annotated[str | None, typer.Option(help="hub revision")] = None,
-    content: Annotated[bool, typer.Option("--hash/--no-hash", help="stream the data once for the content hash")] = True,
-) -> None:
-    """Show architecture, config, tensors, shards and content hash without building the model."""
-    from weights_tools.inspect import show
-
-    with _one_sentence():
-        show(path, revision, content)
-
-
-@app.command()
-def compare(a: Annotated[str, typer.Argument(help="folder or hub id")], b: Annotated[str, typer.Argument(help="folder or hub id")]) -> None:
-    """Report every tensor whose bytes differ; of the same weights in two forms one sentence. Exit status 1 unless all bytes are equal."""
-    from weights_tools.compare import show
-
-    with _one_sentence():
-        equal = show(a, b)
-    if not equal:
-        raise typer.Exit(1)
-
-
-@app.command()
-def convert(
-    path: Annotated[str, typer.Argument(help="folder or hub id")],
-    out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
-    to: Annotated[str, typer.Option(help="zoo or hf")] = "zoo",
-) -> None:
-    """Rename and fuse published tensors into the zoo's parameters (--to zoo), or split them back (--to hf)."""
-    from weights_tools.convert import convert as run
-
-    with _one_sentence():
-        run(path, out, to)
-        typer.echo(f"wrote {out}")
-
-
-class _one_sentence:
-    """Turns a ValueError into its sentence on stderr and exit status 2."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from error
-
+from zoo.common.search_path import drop_working_directory
 
 if __name__ == "__main__":
-    app()
+    drop_working_directory()
+    from weights_tools.cli import main
+
+    main()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weights_tools.inspect import content_hash_of, table_of, wide_console
+from weights_tools.inspect import WIDE, content_hash_of, table_of
 from zoo.common.checkpoint import Checkpoint
+from zoo.common.terminal import Terminal
 from zoo.testing import as_integers, ulp_distance
 
 ONLY_A, ONLY_B = "only in A", "only in B"
@@ -28,9 +29,19 @@ class Difference:
     max_ulp: int | None = None
 
 
-def differences(a: str, b: str) -> list[Difference]:
+def revisions(a: str, b: str, revision: str | None, revision_b: str | None) -> tuple[str | None, str | None]:
+    """The revisions that A and B are opened at: `revision` is of the hub ids among them, where both are folders of A, which refuses it."""
+    local_a, local_b = (Path(side).expanduser().is_dir() for side in (a, b))
+    return None if local_a and not local_b else revision, revision_b or (None if local_b else revision)
+
+
+def differences(a: str, b: str, revision_a: str | None = None, revision_b: str | None = None) -> list[Difference]:
     """Every tensor that is not the same bytes in both. ValueError for a checkpoint that can't be opened."""
-    left, right = Checkpoint.open(a).tensors, Checkpoint.open(b).tensors
+    return _differences(Checkpoint.open(a, revision_a), Checkpoint.open(b, revision_b))
+
+
+def _differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+    left, right = a.tensors, b.tensors
     out = []
     for name in dict.fromkeys([*left, *right]):
         if name not in left or name not in right:
@@ -45,20 +56,20 @@ def differences(a: str, b: str) -> list[Difference]:
     return out
 
 
-def show(a: str, b: str, console: Console | None = None) -> bool:
+def show(a: str, b: str, revision_a: str | None = None, revision_b: str | None = None) -> bool:
     """Prints the report; True when all bytes are equal.
 
     Where names differ, it says first whether the weights do. Where they don't, names that only one form has are counted, and a
     table lists what else differs: of carried tensors the content hash says nothing.
     """
-    console = console or wide_console()
-    found = differences(a, b)
+    console = Terminal(WIDE)
+    sides = {ONLY_A: Checkpoint.open(a, revision_a), ONLY_B: Checkpoint.open(b, revision_b)}
+    found = _differences(*sides.values())
     if not found:
         console.print("all tensors have the same bytes")
         return True
     listed, title = found, f"{len(found)} tensors differ"
     if {ONLY_A, ONLY_B} & {line.reason for line in found}:
-        sides = {ONLY_A: Checkpoint.open(a), ONLY_B: Checkpoint.open(b)}
         mine, theirs = map(content_hash_of, sides.values())
         if mine == theirs and not mine.startswith("none"):
             carried = {reason: table_of(source).is_carried for reason, source in sides.items()}
@@ -68,7 +79,7 @@ def show(a: str, b: str, console: Console | None = None) -> bool:
             title = f"{len(listed)} tensors beside them differ"
         else:
             said = f"content hash of A: {mine}; of B: {theirs}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     if listed:
         table = Table("tensor", "difference", "elements", "of", "max ulp", title=title)
         for line in listed:

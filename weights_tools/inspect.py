@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from weights_tools.convert import finite, has_zoo_names, match_zoo
@@ -14,11 +13,14 @@ from zoo.common.checkpoint import Checkpoint, WeightTable
 from zoo.common.fingerprint import content_hash
 from zoo.common.hashing import checksums
 from zoo.common.registry import model_class
+from zoo.common.terminal import Terminal
+
+WIDE = 200  # columns of a file or pipe, where names are not folded
 
 
-def show(path: str, revision: str | None = None, content: bool = True, console: Console | None = None) -> None:
+def show(path: str, revision: str | None = None, content: bool = True) -> None:
     """Prints the tables. ValueError for a checkpoint that can't be opened; an unsupported one is shown with the reason."""
-    console = console or wide_console()
+    console = Terminal(WIDE)
     source = Checkpoint.open(path, revision)
     stored = source.tensors
     try:
@@ -91,12 +93,6 @@ def table_of(source: Checkpoint) -> WeightTable:
     """The weight table of a checkpoint's config. ValueError for an architecture or config that is not supported."""
     made = model_class(source.config)
     return made.family.table(made.family.config.from_hf(source.config))
-
-
-def wide_console() -> Console:
-    """The terminal's console; into a file or a pipe names are not folded."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
 
 
 def _uses(table: WeightTable | None, own: bool) -> dict[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from zoo.common.terminal import Command, Terminal, printable, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,10 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Language models whose log-probabilities have the same bytes in training, prefill and decode.",
 )
+command = functools.partial(app.command, cls=Command)
 
 ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5"
 Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
 Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
+Revision = Annotated[str | None, typer.Option(help="hub revision of the checkpoint", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU", show_default=False)]
 Size = Annotated[
     str | None,
@@ -30,10 +34,11 @@ Json = Annotated[Path | None, typer.Option("--json", help="write a JSON file", s
 Store = Annotated[Path | None, typer.Option(help="file of qualifications instead of the one in ~/.cache", show_default=False)]
 
 
-@app.command()
+@command()
 def verify(
     arch: Arch,
     checkpoint: Checkpoint = None,
+    revision: Revision = None,
     device: Device = None,
     size: Size = None,
     layers: Layers = None,
@@ -53,29 +58,33 @@ def verify(
     from zoo.verify.asked import Asked, lengths_of, rungs_of
 
     chosen = rungs_of(rungs)
-    asked = Asked(arch, checkpoint, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store)
-    from zoo.verify import run  # torch, which takes seconds
+    asked = Asked(arch, checkpoint, revision, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store)
+    from zoo.verify.run import verify as climb  # torch, which takes seconds
 
-    result = run.verify(asked, _console(), json_file, report, reproduction)
+    result = climb(asked, Terminal(), json_file, report, reproduction)
     raise typer.Exit(0 if result.ok else 1)
 
 
-@app.command("map")
-def operation_map(arch: Arch, checkpoint: Checkpoint = None, device: Device = None, json_file: Json = None) -> None:
+@command("map")
+def operation_map(
+    arch: Arch, checkpoint: Checkpoint = None, revision: Revision = None, device: Device = None, json_file: Json = None
+) -> None:
     """Print every op call of a tiny model in order: dtypes, rounding, order of additions, byte class, provider, launches."""
     from zoo.common.files import check_file
     from zoo.verify import map as maps
+    from zoo.verify.asked import check_random
     from zoo.verify.run import device_of
     from zoo.verify.subject import build
 
     check_file("--json", json_file)
-    subject = build(arch, checkpoint=checkpoint, device=device_of(device))
+    check_random(checkpoint, None, None, revision)
+    subject = build(arch, checkpoint=checkpoint, revision=revision, device=device_of(device))
     places = maps.operation_map(subject)
-    maps.show(subject, places, _console())
+    maps.show(subject, places, Terminal())
     _write_json(json_file, maps.to_dict(subject, places))
 
 
-@app.command()
+@command()
 def qualify(
     op: Annotated[str | None, typer.Option(help="this op only", show_default=False)] = None,
     kernel: Annotated[str | None, typer.Option(help="module:function to put through an op's laws", show_default=False)] = None,
@@ -86,13 +95,13 @@ def qualify(
     store: Store = None,
 ) -> None:
     """Admit providers on this GPU and toolchain, or put an outside kernel through laws, numbers, gradient and benchmark."""
-    from zoo.verify import run
+    from zoo.verify.run import qualify as admit
 
-    if not run.qualify(_console(), op, kernel, device, arch, size, again, store):
+    if not admit(Terminal(), op, kernel, device, arch, size, again, store):
         raise typer.Exit(1)
 
 
-@app.command()
+@command()
 def audit(json_file: Json = None) -> None:
     """Search the models and drivers for numbers made outside the ops. Exit status 1 if there are any."""
     from zoo.common.files import check_file
@@ -108,10 +117,11 @@ def audit(json_file: Json = None) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@command()
 def generate(
     prompt: Annotated[list[str], typer.Option(help="text to continue; give it several times for several prompts")],
     checkpoint: Annotated[str, typer.Option(help="folder or hub id")],
+    revision: Revision = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens drawn at most")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0: all")] = 0,
@@ -129,13 +139,13 @@ def generate(
     check_file("--json", json_file)
     made = generate_command(
         checkpoint, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        ignore_eos=ignore_eos, device=device, json=json_file, progress=sys.stderr.isatty(),
+        ignore_eos=ignore_eos, device=device, revision=revision, json=json_file, progress=sys.stderr.isatty(),
     )  # fmt: skip
     for generation in made:
-        typer.echo(f"{generation.prompt}{generation.text}")
+        typer.echo(printable(f"{generation.prompt}{generation.text}", keep="\n\t"))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops or models", show_default=False)] = "") -> None:
     """Run benchmarks.ops or benchmarks.models of a source checkout; everything after the name goes to it."""
     import runpy
@@ -153,11 +163,6 @@ def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops 
     runpy.run_module(f"benchmarks.{what}", run_name="__main__")
 
 
-def _console() -> Console:
-    """The terminal, or a file or pipe that is wide enough for the tables."""
-    return Console(width=None if sys.stdout.isatty() else 130)
-
-
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
         from zoo.common.files import write_file
@@ -165,15 +170,6 @@ def _write_json(path: Path | None, content: dict[str, Any]) -> None:
         write_file(path, json.dumps(content, indent=2) + "\n")
 
 
-def run(application: typer.Typer, name: str) -> None:
-    """Runs a command line; a ValueError is the user's matter and becomes one sentence on stderr and exit status 2."""
-    try:
-        application(prog_name=name)
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-
-
-def main() -> None:
-    """The console script."""
-    run(app, "zoo")
+def main(arguments: list[str] | None = None) -> None:
+    """The console script; `arguments` instead of those of the process."""
+    run(app, "zoo", arguments)

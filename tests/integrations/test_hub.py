@@ -127,13 +127,17 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
+def environment(endpoint: str, home: Path) -> dict[str, str]:
+    """Of a fresh process: huggingface_hub reads its endpoint once, when it is imported."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+    return clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
+
+
 def load(
     endpoint: str, home: Path, repo: str = REPO, revision: str = "", role: str = "rl", offline: bool = False, folder: Path | None = None
 ) -> str:
-    """What a fresh process prints: huggingface_hub reads its endpoint once, when it is imported."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
-    env = clean | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.getcwd()}
-    env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    """What a fresh process prints."""
+    env = environment(endpoint, home) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, repo, role, revision], env=env, cwd=folder, capture_output=True, text=True, timeout=300
     )
@@ -178,6 +182,36 @@ def test_what_the_hub_has_not_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     assert "the hub can't be reached" in load(hub.url, home)
     hub.broken, hub.gated = False, True
     assert load(hub.url, home).startswith(f"refused '{REPO}', revision 'main', at {hub.url}: the repository is gated")
+
+
+@pytest.mark.parametrize("login", ["", "name:pass%20word@", "name:p@ss@"])
+def test_a_login_in_the_endpoint_is_in_no_error(hub: Hub, tmp_path: Path, login: str) -> None:
+    url = hub.url.replace("://", f"://{login}")
+    hub.gated = True
+    said = [load(url, tmp_path / "home"), load(url, tmp_path / "home", repo="lab/absent")]
+    hub.broken = True
+    said += [load(url, tmp_path / "home"), load(url.replace("http:", "ftp:"), tmp_path / "home")]
+    assert all(line.startswith("refused ") and "pass" not in line and "p@ss" not in line and "name:" not in line for line in said)
+    assert said[0].startswith(f"refused '{REPO}', revision 'main', at {hub.url}: ")
+
+
+def test_the_command_lines_take_a_revision(hub: Hub, tmp_path: Path) -> None:
+    """Each revision has other weights: a command that reads another one than it was asked for is seen."""
+    served, older = (str(hub.revisions[name][1]) for name in ("main", "v1"))
+
+    def status(*arguments: str) -> int:
+        env = environment(hub.url, tmp_path / "home")
+        return subprocess.run([sys.executable, "-m", *arguments], env=env, cwd=tmp_path, capture_output=True).returncode
+
+    assert status("weights_tools", "compare", REPO, older, "--revision", "v1") == 0
+    assert status("weights_tools", "compare", older, REPO, "--revision", "v1") == 0
+    assert status("weights_tools", "compare", older, REPO) == 1
+    assert status("weights_tools", "compare", REPO, REPO, "--revision", "v1", "--revision-b", "main") == 1
+    assert status("weights_tools", "compare", older, served, "--revision", "v1") == 2  # two folders
+    climbed = ("verify", "qwen3", "--device", "cpu", "--rungs", "1", "--lengths", "9", "--checkpoint", REPO, "--json", "out.json")
+    assert status("zoo", *climbed, "--revision", "v1") == 0
+    fingerprint = json.loads((tmp_path / "out.json").read_text())["fingerprint"]
+    assert f"version {fingerprint['weights']}" == local(Path(older))
 
 
 def test_unreachable_and_offline_are_one_sentence(tmp_path: Path) -> None:

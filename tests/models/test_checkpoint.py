@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zoo
-from weights_tools.__main__ import app
+from weights_tools.cli import app
 from weights_tools.compare import differences
 from weights_tools.convert import convert
 from weights_tools.make_tiny import ARCHS, make_tiny

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import zoo
 from benchmarks.models_float64 import float64_of, next_log_prob
-from weights_tools.__main__ import app as weights_tools_app
+from weights_tools.cli import app as weights_tools_app
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
 from zoo.common.shards import read_shard

@@ -224,7 +224,7 @@ class Checkpoint:
         faults = [(missing, "missing"), (unknown, "unknown"), (shapes, "of a wrong shape")]
         if any(names for names, _ in faults):
             own = bool(unknown) and {*unknown} <= {entry.ours for entry in table.entries}
-            hint = " (the zoo's own names: `python -m weights_tools convert --to hf` makes a checkpoint that loads)" if own else ""
+            hint = " (the zoo's own names: `weights-tools convert --to hf` makes a checkpoint that loads)" if own else ""
             raise ValueError(f"{self.folder}: " + "; ".join(f"{len(n)} tensors {what}: {_some(n)}" for n, what in faults if n) + hint)
         return Match(places, tuple(name for name in rest if name not in unknown))
 

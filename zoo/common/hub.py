@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def _cached(repo: str) -> bool:
 def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
-    where = f"{repo!r}, revision {revision or 'main'!r}, at {constants.ENDPOINT}"
+    where = f"{repo!r}, revision {revision or 'main'!r}, at {_without_login(constants.ENDPOINT)}"
     try:
         folder = snapshot_download(repo, revision=revision, allow_patterns=["*.safetensors", *SIDECARS], ignore_patterns=["*/*"])
     except errors.HFValidationError as error:
@@ -59,8 +60,14 @@ def _download(repo: str, revision: str | None) -> Path:
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub can't be reached"
         raise ValueError(f"{where}: not in the local cache (or only partly), {state}, and there is no local folder of that name") from error
     except Exception as error:  # whatever the client's transport raises
-        raise ValueError(f"{where}: the download failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
+        said = _without_login(str(error).partition("\n")[0])
+        raise ValueError(f"{where}: the download failed ({type(error).__name__}: {said})") from error
     return Path(folder)
+
+
+def _without_login(text: str) -> str:
+    """Addresses without the name and password that may stand in them: an error is shown and logged."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
 def read_config(path_or_hub_id: str | Path, revision: str | None = None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """`python -m zoo.verify ARCH`: the same as `zoo verify ARCH`."""
 
-import typer
-
-from zoo.cli import run, verify
+from zoo.common.search_path import drop_working_directory
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(verify)
-    run(app, "python -m zoo.verify")
+    drop_working_directory()
+    import sys
+
+    from zoo.cli import main
+
+    main(["verify", *sys.argv[1:]])

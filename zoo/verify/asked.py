@@ -30,6 +30,7 @@ class Asked:
 
     arch: str
     checkpoint: str | None
+    revision: str | None
     device: str | None
     size: str | None
     layers: int | None
@@ -42,7 +43,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         check_arch(self.arch)
-        check_random(self.checkpoint, self.size, self.layers)
+        check_random(self.checkpoint, self.size, self.layers, self.revision)
         if self.layout is not None:
             raise ValueError(f"--layout {self.layout!r} is not supported yet: one device only")
         if self.engine not in ENGINES:
@@ -59,8 +60,10 @@ def check_arch(arch: str) -> None:
         raise ValueError(f"unknown architecture {arch!r}; there are {', '.join(SIZES)}")
 
 
-def check_random(checkpoint: str | None, size: str | None, layers: int | None) -> None:
-    """ValueError for a geometry of random weights beside a checkpoint, which has its own."""
+def check_random(checkpoint: str | None, size: str | None, layers: int | None, revision: str | None = None) -> None:
+    """ValueError for a geometry of random weights beside a checkpoint, which has its own, and for a revision without one."""
+    if checkpoint is None and revision is not None:
+        raise ValueError(f"--revision {revision!r} needs --checkpoint, a hub id")
     if checkpoint is not None and size is not None:
         raise ValueError(f"--size is for random weights; a checkpoint has its own, {size!r} was asked for")
     if checkpoint is not None and layers is not None:
@@ -74,10 +77,12 @@ def rungs_of(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"--rungs {text!r} must be like 3, 1,3 or 1-5")
-        span = range(int(first), int(last or first) + 1)
-        if not span or span[0] < 1 or span[-1] > len(RUNGS):
+        lowest, highest = int(first), int(last or first)
+        if lowest > highest:
+            raise ValueError(f"--rungs {text!r}: {lowest}-{highest} goes down, the ladder is climbed up: {highest}-{lowest}")
+        if lowest < 1 or highest > len(RUNGS):
             raise ValueError(f"--rungs {text!r}: the ladder has the rungs 1 to {len(RUNGS)}")
-        found |= set(span)
+        found |= set(range(lowest, highest + 1))
     return tuple(sorted(found))
 
 

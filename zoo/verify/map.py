@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
@@ -18,6 +18,7 @@ from zoo.common.latent_memory import TokenRows
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import DECISIONS
 from zoo.common.rows import Rows
+from zoo.common.terminal import Terminal
 from zoo.verify import ways
 from zoo.verify.calls import Call
 from zoo.verify.subject import Subject
@@ -139,19 +140,19 @@ def words(op: str) -> dict[str, str]:
     }
 
 
-def show(subject: Subject, places: list[Place], console: Console) -> None:
+def show(subject: Subject, places: list[Place], console: Terminal) -> None:
     title = f"{subject.arch}: op calls in order, program {subject.trainer.program.name!r} on {subject.device}"
     table = Table(title=title, show_lines=True)
     for column in ("layer", "op (byte class)", "results", *PHASES):
         table.add_column(column, overflow="fold")
     for p in places:
-        table.add_row(p.layer, f"{p.call}\n({p.byte_class})", p.outputs, *[p.launched.get(phase, "-") for phase in PHASES])
+        table.add_row(p.layer, Text(f"{p.call}\n({p.byte_class})"), p.outputs, *[p.launched.get(phase, "-") for phase in PHASES])
     console.print(table)
     for op in dict.fromkeys(p.op for p in places):
-        console.print(f"[bold]{op}[/bold] version {CONTRACTS[op].version}")
+        console.print(Text(op, "bold"), f"version {CONTRACTS[op].version}")
         for name, text in words(op).items():
             if name != "version":
-                console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True, markup=False)
+                console.print(f"  {name:9}{text}", soft_wrap=True)
     decided = Table(title="decided by measurements before version 1 was frozen (--json has the evidence)", show_lines=True)
     for column in ("question", "answer"):
         decided.add_column(column, overflow="fold")

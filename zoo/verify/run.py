@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zoo.common import qualification
 from zoo.common.files import check_file, check_fresh, write_file, written_in_place
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import resolve
+from zoo.common.terminal import Terminal
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
@@ -37,7 +38,7 @@ def device_of(name: str | None) -> str:
     return chosen
 
 
-def verify(asked: Asked, console: Console, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
+def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path | None, reproduction: Path | None) -> Result:
     """Climbs, prints the table, writes the files. ValueError for whatever the user got wrong."""
     device = device_of(asked.device)
     check_engine(asked.engine, device)
@@ -45,7 +46,7 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
         check_fresh(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
-    config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers)
+    config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers, asked.revision)
     if asked.lengths is not None:
         check_lengths(asked.lengths, config.positions)
     check_room(fields, config, device, asked.rungs, asked.engine)
@@ -58,7 +59,14 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
 
         begin = time.monotonic()
         subject = build(
-            asked.arch, checkpoint=asked.checkpoint, device=device, size=asked.size, layers=asked.layers, seed=asked.seed, say=say
+            asked.arch,
+            checkpoint=asked.checkpoint,
+            revision=asked.revision,
+            device=device,
+            size=asked.size,
+            layers=asked.layers,
+            seed=asked.seed,
+            say=say,
         )
         settings = settings_for(subject, asked.lengths)
         if device.startswith("cuda"):
@@ -85,19 +93,19 @@ def verify(asked: Asked, console: Console, json_file: Path | None, report: Path 
     save(json_file, result)
     if report is not None:
         write_file(report, pages.page(result, places, layers_of(subject), max(settings.lengths)))
-        console.print(f"wrote {report}", highlight=False)
+        console.print(f"wrote {report}")
     if reproduction is not None and result.divergence is not None:
         try:
             script = write_reproduction(result.divergence, reproduction, result.names)
-            console.print(f"wrote {script}: run it to see the one row and the one op again", highlight=False)
+            console.print(f"wrote {script}: run it to see the one row and the one op again")
         except ValueError as error:  # the climb's verdict stands
-            console.print(f"no reproduction: {error}", highlight=False)
+            console.print(f"no reproduction: {error}")
     return result
 
 
-def line(console: Console, text: str) -> None:
+def line(console: Terminal, text: str) -> None:
     """One line at once, also where stdout is a file or a pipe: a run that is killed leaves what it proved."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
 def save(path: Path | None, result: Result) -> None:
@@ -123,33 +131,33 @@ def table_of(result: Result) -> Table:
     table.add_column("verdict")
     for row in result.rows:
         k3 = "" if row.k3 is None else f"{row.k3:.3g}"
-        verdict = "[green]equal[/]" if row.ok else "[red]FAILED[/]"
+        verdict = Text("equal", "green") if row.ok else Text("FAILED", "red")
         table.add_row(str(row.rung), row.what, f"{row.compared:,}", f"{row.compared_bytes:,}", f"{row.differing:,}", k3, verdict)
     for idle in result.not_run:
-        table.add_row(str(idle["rung"]), f"{idle['what']}: {idle['reason']}", "", "", "", "", "[dim]not run[/]")
+        table.add_row(str(idle["rung"]), f"{idle['what']}: {idle['reason']}", "", "", "", "", Text("not run", "dim"))
     return table
 
 
-def show_end(result: Result, console: Console) -> None:
+def show_end(result: Result, console: Terminal) -> None:
     """One sentence of verdict, and where the first byte differs."""
     bytes_compared = sum(row.compared_bytes for row in result.rows)
     if result.ok:
-        console.print(f"{bytes_compared:,} bytes compared, none differs.", highlight=False)
+        console.print(f"{bytes_compared:,} bytes compared, none differs.")
     else:
         failed = sum(not row.ok for row in result.rows)
         differing = sum(row.differing for row in result.rows)
-        console.print(f"{failed} of {len(result.rows)} comparisons failed, {differing:,} bytes differ.", highlight=False)
+        console.print(f"{failed} of {len(result.rows)} comparisons failed, {differing:,} bytes differ.")
     first = result.first_divergence
     if first is not None:
         place = f"layer {first['layer']}, op {first['op']}, sequence {first['sequence']}, position {first['position']}"
-        console.print(f"first divergence: {place}, {first['elements']} elements, {first['ulp']} ulp", highlight=False)
+        console.print(f"first divergence: {place}, {first['elements']} elements, {first['ulp']} ulp")
     parts = result.fingerprint
     program, state = parts["program"]["program"], parts["realisation"]["qualification"]
-    console.print(f"program {program}, weights {parts['weights']}, {state}", highlight=False)
+    console.print(f"program {program}, weights {parts['weights']}, {state}")
 
 
 def qualify(
-    console: Console,
+    console: Terminal,
     op: str | None,
     kernel: str | None,
     device: str | None,
@@ -192,19 +200,19 @@ def qualify(
     for target, provider, why in admission.running(targets, program):
         table.add_row(str(target), provider, why)
     console.print(table)
-    console.print(f"stored in {qualification.path_for_this_machine()}", highlight=False, soft_wrap=True)
+    console.print(f"stored in {qualification.path_for_this_machine()}", soft_wrap=True)
     return True
 
 
-def show_kernel(found: admission.KernelReport, console: Console) -> None:
+def show_kernel(found: admission.KernelReport, console: Terminal) -> None:
     for line in found.broken:
-        console.print(f"broken: {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"broken: {line}", soft_wrap=True)
     for line in found.missed:
-        console.print(f"wrong numbers: {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"wrong numbers: {line}", soft_wrap=True)
     counts = f"{found.kept} laws kept, {len(found.broken)} broken"
-    console.print(f"{found.op} by {found.kernel}: {counts}", highlight=False, markup=False)
-    console.print(found.numbers, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"gradient {found.gradient}", highlight=False, markup=False, soft_wrap=True)
-    console.print(found.equal, highlight=False)
+    console.print(f"{found.op} by {found.kernel}: {counts}")
+    console.print(found.numbers, soft_wrap=True)
+    console.print(f"gradient {found.gradient}", soft_wrap=True)
+    console.print(found.equal)
     for line in found.benchmark:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

@@ -107,16 +107,18 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
     return config.first_layers(layers)
 
 
-def geometry(arch: str, checkpoint: str | None, size: str | None, layers: int | None) -> tuple[Any, dict[str, Any]]:
+def geometry(
+    arch: str, checkpoint: str | None, size: str | None, layers: int | None, revision: str | None = None
+) -> tuple[Any, dict[str, Any]]:
     """The config of a checkpoint or of random weights, and its config.json. ValueError for whatever the user got wrong."""
     from zoo.common.hub import read_config
 
     check_arch(arch)
-    check_random(checkpoint, size, layers)
+    check_random(checkpoint, size, layers, revision)
     if checkpoint is None:
         config = config_of(arch, "tiny" if size is None else size, layers)
         return config, config.to_hf()
-    fields = read_config(checkpoint, None)
+    fields = read_config(checkpoint, revision)
     kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
     if kind != PUBLISHED.get(arch, arch):
         raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
@@ -127,6 +129,7 @@ def build(
     arch: str,
     *,
     checkpoint: str | None,
+    revision: str | None = None,
     device: str | None,
     size: str | None = None,
     layers: int | None = None,
@@ -134,8 +137,8 @@ def build(
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
     """Both models, from a checkpoint or from random weights. ValueError for whatever the user got wrong."""
-    _, fields = geometry(arch, checkpoint, size, layers)
-    source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint)}
+    _, fields = geometry(arch, checkpoint, size, layers, revision)
+    source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint), "revision": revision}
     made = []
     for role in ("rl", "serving"):
         say(f"building the {'trainer' if role == 'rl' else 'server'}")
@@ -150,7 +153,7 @@ def load(source: dict[str, Any], role: str, device: str | None) -> Any:
     if "checkpoint" in source:
         from zoo import load as load_checkpoint
 
-        return load_checkpoint(source["checkpoint"], role=role, device=device)
+        return load_checkpoint(source["checkpoint"], role=role, device=device, revision=source.get("revision"))
     made = model_class(source["config"], role)
     return made.from_config(made.family.config.from_hf(source["config"]), seed=source["seed"], device=device)
 
