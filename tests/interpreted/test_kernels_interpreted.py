@@ -169,6 +169,19 @@ def test_rms_norm_backward(shape: tuple[int, ...], carried: bool) -> None:
             torch.testing.assert_close(got.flip(0), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(70, 64), (5, 9, 128)], ids=str)
+def test_rms_norm_backward_of_several_programs(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight's gradient is a sum over programs, each with its own rows; here two tiles of rows make one."""
+    monkeypatch.setattr(norm_kernels, "GRAD_STEPS", 2)
+    total, _, weight = _norm_operands(shape, FP32)
+    args = (torch.randn(shape), None, total, weight, 1e-6, 0.0)
+    got, wanted = norm_kernels.rms_norm_backward(*args), norm_reference.rms_norm_backward(*args)
+    for found, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    fewer = norm_reference.rms_norm_backward(args[0][:-1], None, total[:-1], weight, 1e-6, 0.0)[1]
+    assert (fewer - wanted[1]).abs().max() > 1e-2  # the control: a gradient that lacks the last rows
+
+
 @pytest.mark.parametrize(("heads", "width", "rotated"), [(1, 64, 64), (5, 128, 128), (9, 256, 64), (2, 96, 32)])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rope(heads: int, width: int, rotated: int, inverse: bool) -> None:
@@ -253,6 +266,21 @@ def test_route(experts: int, top_k: int, kind: str, renormalise: bool) -> None:
     close(weights, wanted, 8)
     if kind == "normal" and experts > top_k:  # control: the last expert is not the first
         assert not torch.equal(route_kernels.route(x.flip(1), top_k, renormalise)[1], ids)
+
+
+# NumPy, about NaN in comparisons and casts, which is what the test is about
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, -0x400000, -1], ids=lambda bits: f"{bits & 0xFFFFFFFF:08x}")
+def test_route_takes_any_nan_first(bits: int) -> None:
+    """A NaN of either sign is chosen first, as the reference's sort has it; equal ones by id, and the other rows are as they were."""
+    x = torch.randn(3, 12)
+    before = route_kernels.route(x, 4, True)[1]
+    x.view(torch.int32)[1, [2, 9]] = bits
+    assert x[1].isnan().sum() == 2
+    weights, chosen = route_kernels.route(x, 4, True)
+    assert torch.equal(chosen, route_reference.route(x, 4, True)[1])
+    assert chosen[1, :2].tolist() == [2, 9] != before[1, :2].tolist() and torch.equal(chosen[::2], before[::2])
+    assert weights[1].isnan().all() and not weights[::2].isnan().any()
 
 
 # NumPy, where the hardware says nothing: the numbers beyond FP32's largest become infinite on purpose, and so is their error

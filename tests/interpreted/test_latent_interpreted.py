@@ -146,6 +146,22 @@ def test_sparse_attention(page_size: int | None, heads: int, width: int, values:
     assert heads == 1 or (moved - wanted).abs().max() > 0.01
 
 
+def test_sparse_attention_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier tiles added is rescaled each time that a later one has a larger score: the largest stands last here."""
+    monkeypatch.setattr(attention_kernels, "LANES", 16)
+    q, latent, positions = floats(11, 50, 3, 24), floats(12, 50, 24), lists(LENGTHS, 40, 3)
+    latent *= torch.linspace(0.5, 3.0, 50)[:, None]
+    rows = packed()
+    wanted, wanted_lse = attention_reference.sparse_attention(q, latent, None, positions, rows, 16, 24**-0.5)
+    out, lse = attention_kernels.sparse_attention(q, latent, None, positions, rows, 16, 24**-0.5)
+    assert int((positions[36] >= 0).sum()) > 2 * 16  # row 36 reads three tiles
+    torch.testing.assert_close(out, wanted, rtol=2**-18, atol=2**-18)
+    torch.testing.assert_close(lse, wanted_lse, rtol=2**-18, atol=2**-18)
+    first_tile = torch.where(torch.arange(40) < 16, positions, -1)
+    alone = attention_kernels.sparse_attention(q, latent, None, first_tile, rows, 16, 24**-0.5)[0]
+    assert (alone[36] - wanted[36]).abs().max() > 0.01  # the control: later tiles matter
+
+
 class NoWait(TorchDispatchMode):
     """Raises where the host would wait for the device, or where a shape comes from data: neither can be captured."""
 

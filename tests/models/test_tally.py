@@ -82,6 +82,19 @@ def test_each_log_probability_is_compared_with_that_of_its_own_position() -> Non
         assert spot is not None and (spot.name, spot.position, spot.ulp) == ("log_prob", 2 + row, 1)
 
 
+def test_what_is_not_finite_is_compared_and_not_counted() -> None:
+    """Masked positions would otherwise make an empty comparison look like one; a NaN for an infinity is a difference all the same."""
+    masked = torch.tensor([-1.0, -torch.inf, torch.nan, -2.0])
+    tally = Tally()
+    tally.bytes(masked, masked.clone(), "log_prob")
+    assert (tally.compared, tally.compared_bytes, tally.differing) == (2, 8, 0)
+    nothing = Tally()
+    nothing.bytes(masked[1:3], masked[1:3].clone(), "log_prob")
+    assert not nothing.row(3, "planted").ok
+    nothing.bytes(masked[1:2], masked[2:3], "log_prob")
+    assert nothing.differing > 0 and nothing.compared == 0
+
+
 @pytest.mark.parametrize("name", ["delta_state.0", "delta_state.1"])
 def test_a_differing_state_is_a_difference(name: str) -> None:
     """One bit of one recurrent layer's state, at the position of the last token pushed; the counts are those of equal states."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.memory import KeyValues
 from zoo.common.ops.attention.reference import merge
+from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.cases import Case, Trial, cases_of
 from zoo.common.ops.combine.reference import contributor_tree, round_double
 from zoo.common.ops.experts.reference import experts_backward
@@ -167,6 +168,17 @@ def test_route_breaks_ties_by_id() -> None:
     weights, chosen = ops.route(logits, 4, True, program=ALIGNED)
     assert chosen.tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
     assert weights[1].tolist() == [0.25] * 4
+
+
+def test_biased_route_of_scores_that_vanish() -> None:
+    """Scores of e^-60 are far below the 1e-20 that their sum gets: the weights are small, where a plain division gives a half each."""
+    logits = torch.full((1, 4), -60.0)
+    weights, _ = ops.biased_route(logits, torch.zeros(4), Choice(2), program=ALIGNED)
+    score = math.exp(-60)
+    for weight in weights[0].tolist():
+        assert abs(weight / (score / (2 * score + 1e-20)) - 1) < 1e-5
+    usual, _ = ops.biased_route(torch.zeros(1, 4), torch.zeros(4), Choice(2), program=ALIGNED)
+    assert usual.tolist() == [[0.5, 0.5]]  # where scores are of any size the term is nothing
 
 
 def test_log_prob_is_at_most_zero_and_masks() -> None:
