@@ -27,7 +27,7 @@ from zoo.common.hashing import checksums, key64, normal_
 from zoo.common.pretrained import Pretrained, draw_piece
 from zoo.common.program import Program
 from zoo.common.registry import model_class
-from zoo.common.shards import INDEX, header_of, read_shard, write_shard, write_shards
+from zoo.common.shards import INDEX, SINGLE, header_of, read_shard, write_shard, write_shards
 from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
 from zoo.verify.subject import config_of
 
@@ -703,6 +703,20 @@ def test_make_tiny_refuses(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["make-tiny", *arguments])
         assert result.exit_code == 2 and expected in result.output
     assert contents(tmp_path / "full") == {"file": b"mine"} and not (tmp_path / "x").exists()
+
+
+def test_compare_holds_two_dtypes_of_the_same_bits_apart(tmp_path: Path) -> None:
+    """F16 and BF16 of the same bits are other numbers."""
+    bits = torch.arange(1, 9, dtype=torch.int16)
+    for name, dtype in (("half", torch.float16), ("brain", torch.bfloat16), ("again", torch.float16)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        write_shard(tmp_path / name / SINGLE, header_of([("w", dtype, (8,))]), ["w"], lambda _, dtype=dtype: bits.view(dtype))
+    (found,) = differences(str(tmp_path / "half"), str(tmp_path / "brain"))
+    assert (found.name, found.reason) == ("w", "F16 [8] against BF16 [8]")
+    assert not differences(str(tmp_path / "half"), str(tmp_path / "again"))  # the control
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "half"), str(tmp_path / "brain")])
+    assert result.exit_code == 1 and "F16 [8] against BF16 [8]" in result.output
 
 
 def test_inspect_reports_without_building_the_model(published: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
