@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.common.registry import model_class
-from zoo.verify.asked import EMBEDDED_ONLY
+from zoo.common.registry import architectures, find, model_class
 from zoo.verify.subject import config_of
 
 COLD_BYTES = 128 << 20  # more than twice an H200's L2: weights rotate through so much before one is read again
 MOST_SETS = 256
 PACKAGES = ("triton", "flash-attn-4", "sgl-deep-gemm", "flash-linear-attention", "tilelang", "sglang", "sglang-kernel", "transformers")
-# where none is asked for: what one GPU holds; GLM-5 is published larger
-USUAL_SIZES = {"qwen3": "8b", "qwen3_moe": "30b-a3b", "qwen3_5": "4b", "qwen3_5_moe": "35b-a3b", "glm5": "tiny"}
+# where none is asked for
+USUAL_SIZES = {name: architecture.usual_size for name, (_, architecture) in architectures().items()}
 USUAL_HELP = ", ".join(f"{size} for {arch}" for arch, size in USUAL_SIZES.items()) + " by default"
 Calls = Sequence[Callable[[], Any]]
 
@@ -284,7 +283,7 @@ def geometry(arch: str, size: str, layers: int | None = None) -> tuple[Any, type
 
 def check_served(arch: str) -> None:
     """ValueError for an architecture that the SGLang plugin doesn't serve."""
-    if arch in EMBEDDED_ONLY:
+    if not find(arch)[0].sglang:
         raise ValueError(f"the SGLang plugin does not serve {arch} yet")
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from benchmarks.admit import admit
-from benchmarks.common import USUAL_HELP, USUAL_SIZES, Budget, Recorder, about, first_line, geometry, in_parallel, numbers
+from benchmarks.common import USUAL_HELP, USUAL_SIZES, Budget, Recorder, about, first_line, geometry, has_slots, in_parallel, numbers
 from benchmarks.models_ablation import ablate, mixed, shares, switchable
 from benchmarks.models_accuracy import accuracy
 from benchmarks.models_bench import Bench, free, lines, twin
 from benchmarks.models_parts import decode, ladder, prefill, prove, score, train
+from zoo.common.family import Family
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import UNALIGNED_CUDA, Program, resolve
+from zoo.common.registry import architectures
 from zoo.verify.qualify import targets_of
-from zoo.verify.subject import SIZES
 
 __all__ = ["Bench", "main", "mixed", "prove", "shares", "switchable", "twin"]
 
@@ -38,11 +39,11 @@ SMOKE = {"size": "tiny", "batches": "1,2", "contexts": "100", "documents": 2, "l
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    made.add_argument("arch", choices=tuple(SIZES))
+    made.add_argument("arch", choices=tuple(architectures()))
     made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int)
     made.add_argument("--what", default="ladder,accuracy,decode,prefill,score", help=f"of {','.join(PARTS)}")
-    made.add_argument("--batches", help="sequences of a decode step; 1,8,64, for qwen3_5 1,8,32")
+    made.add_argument("--batches", help="sequences of a decode step; 1,8,64, or 1,8,32 where a sequence has a state")
     made.add_argument("--contexts", default="600,4096")
     made.add_argument("--documents", type=int, default=8, help="documents scored, prefilled and trained at once")
     made.add_argument("--length", type=int, default=4096, help="tokens of each")
@@ -61,18 +62,20 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _rival(arch: str, trainer: type[Any]) -> Program:
+def _rival(config: Any, family: Family) -> Program:
     """`unaligned`, or, where a library that it needs is missing, the same with our own kernel for that op, and said so."""
-    program = resolve("unaligned", "cuda", torch.bfloat16, trainer.family.contributors)
-    if arch == "glm5":
-        print("rival: select and sparse_attention are ours in it too; products and experts are not", flush=True)
-    if arch.startswith("qwen3_5"):
+    program = resolve("unaligned", "cuda", torch.bfloat16, family.contributors)
+    used = family.used_ops(config)
+    ours = [op for op in ("select", "sparse_attention") if op in used]
+    if ours:
+        print(f"rival: {' and '.join(ours)} are ours in it too; products and experts are not", flush=True)
+    if "gated_delta" in used:
         provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == UNALIGNED_CUDA["gated_delta"])
         try:
             provider.function("serve")
         except (ImportError, AttributeError) as error:
             print(f"rival: gated_delta stays aligned ({first_line(error)})", flush=True)
-            return mixed(["gated_delta"], trainer.family.contributors)
+            return mixed(["gated_delta"], family.contributors)
     return program
 
 
@@ -109,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--device cpu runs references on a wall clock: add --smoke")
         if given.tokens < 2:
             raise ValueError(f"--tokens {given.tokens}: the last token has no next one, so 2 are needed")
-        few = 2 if given.arch in ("qwen3", "qwen3_moe") else 4  # every kind of layer
+        few = 4  # every kind of layer of every family
         config, trainer, server = geometry(given.arch, given.size, few if given.compile_only else given.layers)
-        batches = numbers(given.batches or ("1,8,32" if given.arch.startswith("qwen3_5") else "1,8,64"))
+        batches = numbers(given.batches or ("1,8,32" if has_slots(config) else "1,8,64"))
         contexts = numbers(given.contexts)
         lengths = numbers(given.lengths) if given.lengths else PROOF
         record = Recorder(given.out, about(torch.device(given.device), given.smoke), given.smoke)
@@ -120,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     budget, device = Budget(given.budget), torch.device(given.device)
     aligned, cuda = resolve("aligned", device, torch.bfloat16, trainer.family.contributors), device.type == "cuda"
-    bench_rival = _rival(given.arch, trainer) if cuda else None
+    bench_rival = _rival(config, trainer.family) if cuda else None
     providers: dict[str, str] = {}
     if cuda:
         with torch.device("meta"):

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from benchmarks.admit import admit
 from benchmarks.common import USUAL_HELP, USUAL_SIZES, Budget, Recorder, about, check_served, check_server, geometry, has_slots, table
 from benchmarks.engines import PROMPT, Contender, Measure
-from zoo.verify.subject import SIZES
+from zoo.common.registry import architectures
 
 LOADS = "64x128,1x128,64x1024,32x128,32x1024,1x1024"  # in the order measured: the first rows come early
 CONTEXT = 2048  # one key segment of heads of 128: the plugin captures one bound
@@ -345,7 +345,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.sglang", description=__doc__)
-    made.add_argument("arch", choices=tuple(SIZES))
+    made.add_argument("arch", choices=tuple(architectures()))
     made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--backends", default="fa3", help="stock attention backends, by commas")

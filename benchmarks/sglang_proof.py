@@ -30,7 +30,7 @@ from benchmarks import sglang_phases as phases
 from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, check_served, check_server, first_line, table
 from benchmarks.sglang_phases import Model, say
 from zoo.common.fingerprint import products
-from zoo.verify.subject import SIZES
+from zoo.common.registry import architectures
 
 TOGETHER = 8  # records scored in one packed batch
 # in this order: what the engine left is scored before the server starts
@@ -200,7 +200,7 @@ def _distinct(line: dict[str, Any]) -> tuple[float, ...]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.sglang_proof", description=__doc__)
-    made.add_argument("arch", choices=tuple(SIZES))
+    made.add_argument("arch", choices=tuple(architectures()))
     made.add_argument("--size", help=USUAL_HELP)
     made.add_argument("--layers", type=int, help="the first layers only")
     made.add_argument("--requests", type=int, default=64)

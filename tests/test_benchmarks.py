@@ -18,10 +18,9 @@ from benchmarks.work import OPS, Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
+from zoo.common.registry import architectures, find
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
-from zoo.verify.asked import EMBEDDED_ONLY
-from zoo.verify.asked import SIZES as ARCHITECTURES
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 
@@ -219,7 +218,7 @@ def test_without_a_gpu_one_sentence(main: Callable[[], int], capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("main", [models.main, sglang.main, sglang_proof.main], ids=["models", "sglang", "proof"])
-@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+@pytest.mark.parametrize("arch", list(architectures()))
 def test_a_size_that_was_not_asked_for_is_one_that_there_is(
     monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int], arch: str
 ) -> None:
@@ -232,7 +231,7 @@ def test_a_size_that_was_not_asked_for_is_one_that_there_is(
 
     for module in (models, sglang, sglang_phases):
         monkeypatch.setattr(module, "geometry", geometry)
-    if main is models.main or arch not in EMBEDDED_ONLY:
+    if main is models.main or find(arch)[0].sglang:
         with pytest.raises(Asked, match=f"^{common.USUAL_SIZES[arch]}$"):
             main([arch])
         with pytest.raises(Asked, match="^tiny$"):

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 command = functools.partial(app.command, cls=Command)
 
-ARCH = "qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5"
+ARCH = "an architecture, such as qwen3_moe; an unknown one is answered with all that there are"
 Arch = Annotated[str, typer.Argument(help=ARCH, show_default=False)]
 Checkpoint = Annotated[str | None, typer.Option(help="folder or hub id; without one, random weights", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="hub revision of the checkpoint", show_default=False)]

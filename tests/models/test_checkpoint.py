@@ -18,7 +18,7 @@ import zoo
 from weights_tools.cli import app
 from weights_tools.compare import differences
 from weights_tools.convert import convert
-from weights_tools.make_tiny import ARCHS, make_tiny
+from weights_tools.make_tiny import make_tiny
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
 from zoo.common.family import Family
@@ -26,7 +26,7 @@ from zoo.common.fingerprint import Fingerprint
 from zoo.common.hashing import checksums, key64, normal_
 from zoo.common.pretrained import Pretrained, draw_piece
 from zoo.common.program import Program
-from zoo.common.registry import model_class
+from zoo.common.registry import architectures, model_class
 from zoo.common.shards import INDEX, SINGLE, header_of, read_shard, write_shard, write_shards
 from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
 from zoo.verify.subject import config_of
@@ -668,7 +668,7 @@ def test_checksums_equal_a_plain_integer_program(shape: tuple[int, int, int], dt
 # --- tools
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", architectures())
 def test_make_tiny_is_a_checkpoint_for_transformers(arch: str, tmp_path: Path) -> None:
     import transformers
 

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.models_float64 import Float64Model, float64_of, next_log_prob
-from weights_tools.make_tiny import ARCHS, make_tiny
+from weights_tools.make_tiny import make_tiny
 from zoo.common import ops
 from zoo.common.ops.contract import Contract
 from zoo.common.shards import read_shard
 from zoo.glm5 import SIZES, GLMConfig, GLMForRL, GLMForServing
+from zoo.glm5.config import PUBLISHED_TINY
 
 TOKENS = 120
 # 32 index heads: with few of them scores of exactly 0 are common, and transformers has no rule for equal scores
@@ -283,7 +284,7 @@ class TestFiles:
             assert torch.equal(theirs(tmp_path / "saved", torch.float32)(ids).logits, theirs(checkpoint("5.2"), torch.float32)(ids).logits)
 
 
-PUBLISHED = {**ARCHS["glm5"], "quantization_config": None}
+PUBLISHED = {**PUBLISHED_TINY, "quantization_config": None}
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from zoo.common.walk import CausalModel
 
 
+def _none(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One architecture of a family, as the command line names it.
@@ -24,6 +28,7 @@ class Architecture:
     sizes            geometries by lower-case published name, `tiny` among them
     usual_size       what a benchmark takes where none is asked for: one that a single GPU holds
     qualified_sizes  whose shapes `zoo qualify` tries by default
+    tiny             a published config.json at tiny sizes, for `weights_tools make-tiny`
     """
 
     name: str
@@ -31,6 +36,7 @@ class Architecture:
     sizes: Mapping[str, Any]
     usual_size: str
     qualified_sizes: tuple[str, ...]
+    tiny: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,8 @@ class Family:
     recipe          how random weights are drawn, by published name
     contributors    leaves of the routed experts' sum (see Program)
     sglang          whether the plugin serves it
+    with_vision     config.json of a text model -> that of the vision-language model around it; None: there is none
+    unused_tensors  config.json -> shapes of tensors that a tiny checkpoint has beside those of the text model
     """
 
     config: Any
@@ -60,6 +68,8 @@ class Family:
     recipe: Callable[[str, tuple[int, ...], bool], Draw] = usual_recipe
     contributors: int = 8
     sglang: bool = False
+    with_vision: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    unused_tensors: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]] = _none
 
     def __post_init__(self) -> None:
         self.rl.family = self

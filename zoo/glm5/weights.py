@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.common.recipe import Draw, usual_recipe
@@ -79,3 +80,19 @@ def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
     if published.endswith(".bias"):
         return Draw(0.3)
     return usual_recipe(published, shape, tied)
+
+
+def unused_tensors(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a tiny checkpoint's layer that predicts a second token, by published name."""
+    layers = fields["num_hidden_layers"]
+    return {f"model.layers.{layers}.{name}": shape for name, shape in _MTP.items()} if fields.get("num_nextn_predict_layers") else {}
+
+
+_MTP: dict[str, tuple[int, ...]] = {
+    "eh_proj.weight": (128, 256),
+    "enorm.weight": (128,),
+    "hnorm.weight": (128,),
+    "shared_head.norm.weight": (128,),
+    "self_attn.q_a_proj.weight": (96, 128),
+    "mlp.gate.weight": (8, 128),
+}

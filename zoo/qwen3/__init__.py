@@ -1,7 +1,7 @@
 """Qwen3 (dense) and Qwen3-MoE."""
 
 from zoo.common.family import Architecture, Family
-from zoo.qwen3.config import MOE_SIZES, SIZES, Qwen3Config
+from zoo.qwen3.config import MOE_SIZES, PUBLISHED_TINY, PUBLISHED_TINY_MOE, SIZES, Qwen3Config
 from zoo.qwen3.model import Qwen3Model, used_ops
 from zoo.qwen3.modeling_serve import Qwen3ForServing
 from zoo.qwen3.modeling_train import Qwen3ForRL
@@ -23,8 +23,22 @@ FAMILY = Family(
     rl=Qwen3ForRL,
     serving=Qwen3ForServing,
     architectures=(
-        Architecture("qwen3", ("qwen3",), SIZES, usual_size="8b", qualified_sizes=("tiny", "4b", "8b", "32b")),
-        Architecture("qwen3_moe", ("qwen3_moe",), MOE_SIZES, usual_size="30b-a3b", qualified_sizes=("tiny", "30b-a3b")),
+        Architecture(
+            name="qwen3",
+            model_types=("qwen3",),
+            sizes=SIZES,
+            usual_size="8b",
+            qualified_sizes=("tiny", "4b", "8b", "32b"),
+            tiny=PUBLISHED_TINY,
+        ),
+        Architecture(
+            name="qwen3_moe",
+            model_types=("qwen3_moe",),
+            sizes=MOE_SIZES,
+            usual_size="30b-a3b",
+            qualified_sizes=("tiny", "30b-a3b"),
+            tiny=PUBLISHED_TINY_MOE,
+        ),
     ),
     page_size=_page_size,
     sglang=True,

@@ -242,3 +242,69 @@ MOE_SIZES = {
     "122b-a10b": _size(3072, 48, 32, 2, 64, 0, False, (256, 8, 1024, 1024)),
     "397b-a17b": _size(4096, 60, 32, 2, 64, 0, False, (512, 10, 1024, 1024)),
 }
+
+# the fields of a published config.json, at tiny sizes
+_PUBLISHED_TINY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+    "use_cache": True,
+}
+PUBLISHED_TINY: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    **_PUBLISHED_TINY,
+    "intermediate_size": 256,
+}
+PUBLISHED_TINY_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    **_PUBLISHED_TINY,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+# what a published vision-language checkpoint has around its text model
+_VISION: dict[str, Any] = {
+    "image_token_id": 4,
+    "video_token_id": 5,
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+    "vision_config": {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "patch_size": 2, "out_hidden_size": 128},
+}
+
+
+def with_vision(fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the vision-language model around a text model's."""
+    text = {name: value for name, value in fields.items() if name != "architectures"}
+    whole = [name.replace("ForCausalLM", "ForConditionalGeneration") for name in fields["architectures"]]
+    tied = fields["tie_word_embeddings"]
+    kind = TYPES[fields["model_type"]]
+    return {"architectures": whole, "model_type": kind, "text_config": text, **_VISION, "tie_word_embeddings": tied}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from typing import Any
 
 from zoo.common.checkpoint import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.common.recipe import Draw, usual_recipe
@@ -104,3 +105,17 @@ def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:
     if re.search(r"norm", published) and "linear_attn" not in published:
         return Draw(0.1, 0.0)
     return usual_recipe(published, shape, tied)
+
+
+def unused_tensors(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a tiny vision-language checkpoint that the text model does not use, by published name."""
+    return dict(_UNUSED) if "text_config" in fields else {}
+
+
+_UNUSED: dict[str, tuple[int, ...]] = {
+    "model.visual.patch_embed.proj.weight": (32, 3, 2, 2, 2),
+    "model.visual.blocks.0.norm1.bias": (32,),
+    "model.visual.blocks.0.attn.qkv.weight": (96, 32),
+    "mtp.fc.weight": (64, 128),
+    "mtp.layers.0.self_attn.q_norm.weight": (64,),
+}

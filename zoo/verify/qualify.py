@@ -20,19 +20,12 @@ from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, cases_of, check, trial
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
+from zoo.common.registry import architectures, find
 from zoo.testing import LawBroken, assert_same_bytes, gradients, tensors
 from zoo.verify.accuracy import BOUND, misses, reaches
 from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
 from zoo.verify.calls import head_shapes
 from zoo.verify.subject import config_of
-
-COMMON_SIZES = {
-    "qwen3": ("tiny", "4b", "8b", "32b"),
-    "qwen3_moe": ("tiny", "30b-a3b"),
-    "qwen3_5": ("tiny", "4b", "9b", "27b"),
-    "qwen3_5_moe": ("tiny", "35b-a3b"),
-    "glm5": ("tiny",),  # the published size's experts are 19 GB a layer
-}
 
 
 @dataclass(frozen=True)
@@ -63,15 +56,13 @@ def targets_of(model: nn.Module) -> list[Target]:
 
 def targets_of_sizes(arch: str, names: Iterable[str]) -> list[Target]:
     """The same for published sizes, without any weights."""
-    from zoo.common.registry import model_class
-
-    program = resolve("aligned", "cuda", torch.bfloat16)
+    family, _ = find(arch)
+    program = resolve("aligned", "cuda", torch.bfloat16, family.contributors)
     found: dict[Target, None] = {}
     for name in names:
         config = config_of(arch, name, None)
-        made = model_class({"model_type": config.model_type}, "serving")
         with torch.device("meta"):
-            found |= dict.fromkeys(targets_of(made(config, program)))  # type: ignore[call-arg]
+            found |= dict.fromkeys(targets_of(family.serving(config, program)))
     return list(found)
 
 
@@ -328,6 +319,6 @@ def _time(call: Callable[[], Any], device: str) -> float:
 def default_targets() -> list[Target]:
     """The shapes of the sizes that most people run; `zoo verify` qualifies any other when it meets it."""
     found: dict[Target, None] = {}
-    for arch, names in COMMON_SIZES.items():
-        found |= dict.fromkeys(targets_of_sizes(arch, names))
+    for arch, (_, architecture) in architectures().items():
+        found |= dict.fromkeys(targets_of_sizes(arch, architecture.qualified_sizes))
     return list(found)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.common.registry import model_class
+from zoo.common.registry import architectures, find, model_class
 from zoo.common.serving import ForServing
 from zoo.common.training import ForRL
-from zoo.verify.asked import SIZES, check_arch, check_lengths, check_random
+from zoo.verify.asked import check_lengths, check_random
 
-PUBLISHED = {"glm5": "glm_moe_dsa"}  # the model_type of an architecture that is named otherwise
 LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
 
 
@@ -84,19 +82,17 @@ class Subject:
         self.documents = [ids.to(self.device) for ids in drawn]
 
 
-def sizes(arch: str) -> dict[str, Any]:
+def sizes(arch: str) -> Mapping[str, Any]:
     """Published and tiny geometries of an architecture by name. ValueError for one that is unknown or not built yet."""
-    check_arch(arch)
-    module, name = SIZES[arch].split(":")
-    found: dict[str, Any] = vars(importlib.import_module(module))[name]
-    return found
+    _, found = find(arch)
+    return found.sizes
 
 
 def config_of(arch: str, size: str, layers: int | None) -> Any:
     """One geometry, with fewer layers if asked. ValueError for a size or layer count that there is not."""
     known = sizes(arch)
     if size not in known:
-        others = [other for other in SIZES if size in sizes(other)]
+        others = [other for other in architectures() if size in sizes(other)]
         hint = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
         raise ValueError(f"{arch} has no size {size!r}; there are {', '.join(known)}{hint}")
     config = known[size]
@@ -113,16 +109,15 @@ def geometry(
     """The config of a checkpoint or of random weights, and its config.json. ValueError for whatever the user got wrong."""
     from zoo.common.hub import read_config
 
-    check_arch(arch)
+    family, named = find(arch)
     check_random(checkpoint, size, layers, revision)
     if checkpoint is None:
         config = config_of(arch, "tiny" if size is None else size, layers)
         return config, config.to_hf()
     fields = read_config(checkpoint, revision)
-    kind = str(fields.get("model_type")).removesuffix("_text")  # a text model's config beside the whole one's
-    if kind != PUBLISHED.get(arch, arch):
+    if fields.get("model_type") not in named.model_types:
         raise ValueError(f"{checkpoint} is a {fields.get('model_type')!r} checkpoint, not {arch!r}")
-    return model_class(fields).family.config.from_hf(fields), fields
+    return family.config.from_hf(fields), fields
 
 
 def build(
