@@ -48,7 +48,7 @@ CACHED = {
 def made(fields: dict[str, Any], role: str, program: str, device: str) -> Any:
     """A model of random weights; "rl" and "serving" have the same ones."""
     kind = model_class(fields, role)
-    return kind.from_config(kind.config_class.from_hf(fields), seed=11, dtype=DTYPES[program], device=device, program=program)
+    return kind.from_config(kind.family.config.from_hf(fields), seed=11, dtype=DTYPES[program], device=device, program=program)
 
 
 def cached_bytes(memory: Any, pages: list[int], length: int, slot: int) -> dict[str, list[Tensor]]:
