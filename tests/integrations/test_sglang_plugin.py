@@ -233,6 +233,27 @@ def test_padded_prefills_of_a_dirty_pool_leave_every_byte(serving: Qwen3ForServi
     assert pool.k_pages[0][0].isnan().any()
 
 
+def test_places_of_a_larger_prefill_are_padding_again() -> None:
+    """A smaller prefill behind a larger one: what the larger one left in each static tensor is nobody's."""
+    made = builder()
+
+    def extended(*places: int) -> memory.Step:
+        counts, zeros = [2] * len(places), [0] * len(places)
+        slots = [slot for place in places for slot in slots_of(HELD[place], 2)]
+        return made.extend(
+            torch.tensor(places), torch.tensor(counts), torch.tensor([0, 1] * len(places)), torch.tensor(slots), torch.tensor(counts),
+            torch.tensor(zeros), counts, zeros,
+        )  # fmt: skip
+
+    padded = memory.PaddedStep(made, 64, 128, "cpu")
+    for places in ((3, 5, 1), (5,), (1, 3)):
+        live = 2 * len(places)
+        padded.fill(torch.arange(live), extended(*places))
+        step = padded.step
+        assert step.request_N.tolist() == [*places, *[0] * (padded.padded.places - len(places))]
+        assert not step.slot_R[live:].any() and step.tail_R[live:].tolist() == [0] * (63 - live) + [PAGE - 1]
+
+
 @pytest.mark.parametrize(
     ("context", "segment", "lengths"),
     [
@@ -313,13 +334,126 @@ def test_stand_in_other_backends_are_left_alone() -> None:
     assert vars(args) == before
 
 
-@pytest.mark.parametrize("refusal", options.REFUSALS, ids=lambda r: r.field)
-def test_stand_in_each_refused_option_ends_the_start_with_one_sentence(refusal: options.Refusal) -> None:
-    args = arguments(sampling_backend="zoo", **{refusal.field: "something else"})
+# every option that the plugin refuses, with the values that it serves: written here once more, so that none gets lost in the table
+SERVED: dict[str, tuple[Any, ...]] = {
+    "device": ("cuda",),
+    "tp_size": (1,),
+    "pp_size": (1,),
+    "ep_size": (1,),
+    "dcp_size": (1,),
+    "attn_cp_size": (1,),
+    "moe_dp_size": (1,),
+    "enable_dp_attention": (False,),
+    "attn_dp_size": (1,),
+    "dtype": ("auto", "bfloat16"),
+    "quantization": (None,),
+    "torchao_config": ("", None),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+    "enable_page_major_kv_layout": (False,),
+    "enable_unified_memory": (False,),
+    "enable_hisparse": (False,),
+    "enable_hierarchical_cache": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
+    "enable_unified_cache_external_linker": (False,),
+    "speculative_algorithm": (None,),
+    "dllm_algorithm": (None,),
+    "is_embedding": (False,),
+    "enable_lora": (None, False),
+    "lora_paths": (None, [], {}),
+    "disaggregation_mode": ("null",),
+    "enable_mixed_chunk": (False,),
+    "enable_two_batch_overlap": (False,),
+    "enable_single_batch_overlap": (False,),
+    "enable_pdmux": (False,),
+    "enable_torch_compile": (False,),
+    "enable_tf32_matmul": (False, None),
+    "enable_deterministic_inference": (False,),
+    "rl_on_policy_target": (None,),
+    "cpu_offload_gb": (0,),
+    "offload_group_size": (-1,),
+    "enable_paged_experts": (False,),
+    "startup_weight_load_mode": ("serial",),
+    "enable_nvidia_megakernel": (False,),
+    "model_impl": ("auto", "sglang"),
+    "json_model_override_args": ("{}", "", None),
+    "decrypted_config_file": (None,),
+    "enable_custom_logit_processor": (False,),
+    "enable_watermark": (False,),
+    "preferred_sampling_params": (None,),
+    "enable_mis": (False,),
+    "enable_return_hidden_states": (False, None),
+    "return_hidden_states_mode": (None, "off", "none"),
+    "enable_return_aux_hidden_states": (False,),
+    "enable_return_indexer_topk": (False,),
+    "prefill_only_disable_kv_cache": (False,),
+    "elastic_ep_backend": (None,),
+    "moe_a2a_backend": ("none", None),
+    "enable_eplb": (False,),
+    "tokenizer_worker_num": (1,),
+    "grpc_mode": (False,),
+    "smg_grpc_mode": (False,),
+    "use_ray": (False,),
+    "debug_cuda_graph": (False,),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "weight_cache_mode": ("off",),
+    "custom_weight_loader": (None, []),
+    "enable_elastic_expert_backup": (False,),
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": (False,),
+    "modelopt_quant": (None, ""),
+    "rl_quant_profile": (None, ""),
+    "quantization_param_path": (None, ""),
+    "quantize_and_serve": (False,),
+    "enable_fp32_lm_head": (False,),
+    "kt_weight_path": (None,),
+    "forward_hooks": (None, []),
+    "debug_tensor_dump_output_folder": (None,),
+    "debug_tensor_dump_input_file": (None,),
+    "msprobe_dump_config": (None,),
+    "enable_layerwise_nvtx_marker": (False,),
+    "kv_canary": ("none",),
+    "radix_cache_backend": (None,),
+    "enable_session_radix_cache": (False,),
+    "enable_streaming_session": (False,),
+    "hicache_storage_backend": (None,),
+    "nnodes": (1,),
+    "dwdp_size": (1,),
+    "enable_prefill_cp": (False,),
+    "enable_prefill_context_parallel": (False,),
+    "enable_dp_lm_head": (False,),
+    "ep_num_redundant_experts": (0,),
+    "init_expert_location": ("trivial", None),
+    "encoder_only": (False,),
+}
+
+
+def test_every_option_that_is_refused_stands_here() -> None:
+    assert {refusal.field: refusal.served for refusal in options.REFUSALS} == SERVED and len(options.REFUSALS) == len(SERVED)
+
+
+@pytest.mark.parametrize("field", SERVED)
+def test_stand_in_each_refused_option_ends_the_start_with_one_sentence(field: str) -> None:
+    args = arguments(sampling_backend="zoo", **{field: "something else"})
     with pytest.raises(ValueError) as caught:
         options.check(args)
-    flag = "--" + refusal.field.replace("_", "-")
+    flag = "--" + field.replace("_", "-")
     assert flag in str(caught.value) and "'something else'" in str(caught.value) and "\n" not in str(caught.value)
+    for value in SERVED[field]:
+        options.check(arguments(sampling_backend="zoo", **{field: value}))
+
+
+def test_stand_in_a_sampling_backend_that_resolution_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_sglang(monkeypatch)
+    monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
+
+    def resolve(args: Any) -> None:
+        assert args.sampling_backend == "zoo"
+        args.sampling_backend = "pytorch"
+
+    args = arguments()
+    with pytest.raises(ValueError, match="another option changed --sampling-backend to pytorch, it must be zoo"):
+        options.around_resolution(resolve, args)
+    assert not hasattr(args, options.CHECKED)
 
 
 def test_stand_in_unaligned_only_warns_where_bytes_alone_suffer() -> None:
@@ -572,6 +706,11 @@ def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3
     assert found is not None and found.input_token_ids_logprobs_val == [[[]] * 4, ids_of[1]]
     assert found.input_token_ids_logprobs_idx == [[[]] * 4, [[7, 8]] * 5]
     assert prompt_scores(serving, hidden, targets[:0], counts, [6, 5], [0, 0], [None, None]) is None
+    # a first wanted row behind the end of what ran, as of a chunk before it: of that sequence none is scored
+    found = prompt_scores(serving, hidden, targets[4:], counts, [9, 0], [2, 1], [[7], [7, 8]])
+    assert found is not None and torch.equal(found.input_token_logprobs, wanted.log_prob_R[6:])
+    assert found.input_top_logprobs_val == [[], [row[:1] for row in wanted.top_log_prob_RK[6:].tolist()]]
+    assert found.input_token_ids_logprobs_val == [[], ids_of[1]] and found.input_token_ids_logprobs_idx == [[], [[7, 8]] * 5]
     with pytest.raises(ValueError, match="8 prompt tokens for 9 scored rows"):
         prompt_scores(serving, hidden, targets[:-1], counts, begins, [0, 0], [None, None])
 
@@ -789,6 +928,14 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
     for tags, count in ((["weights"], 0), (["kv_cache"], 1), (None, 2), ([], 3)):
         page.after_resume(None, updater, types.SimpleNamespace(tags=tags))
         assert len(cleared) == count
+
+
+def test_stand_in_a_server_adds_experts_in_its_familys_contributors(
+    serving: Qwen3ForServing, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served(monkeypatch, serving, tmp_path / "usual")[1].zoo.program.contributors == 8
+    monkeypatch.setattr(Qwen3ForServing, "family", dataclasses.replace(Qwen3ForServing.family, contributors=16))
+    assert served(monkeypatch, serving, tmp_path / "other")[1].zoo.program.contributors == 16
 
 
 def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

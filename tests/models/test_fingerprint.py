@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from zoo.common.checkpoint import Entry, Piece, WeightTable
-from zoo.common.fingerprint import Fingerprint, content_hash, weights_hash
+from zoo.common.fingerprint import Fingerprint, content_hash, products_of, weights_hash
 from zoo.common.hashing import checksums
+from zoo.common.ops.log_prob import head_shapes
+from zoo.qwen3 import SIZES, Qwen3ForRL
 
 MINE = Fingerprint({"program": "aligned/1", "dtype": "bfloat16"}, "ffff", {"torch": "2.13"}, {"layout": "one device"})
 
@@ -117,3 +119,13 @@ def test_the_weights_hash_takes_the_text_models_names() -> None:
     held = parameters(torch.bfloat16)
     assert weights_hash(held, WeightTable(inside, carried=(), prefix=("model.text.", ""))) == weights_hash(held, TABLE)
     assert weights_hash(held, WeightTable(inside, carried=())) != weights_hash(held, TABLE)
+
+
+def test_the_vocabulary_head_is_among_the_products_that_are_qualified() -> None:
+    """Whole in decode, by chunks in scoring: with more columns than a chunk there are three widths."""
+    model = Qwen3ForRL.from_config(SIZES["tiny"], device="cpu")
+    vocabulary, hidden = model.config.vocabulary, model.config.hidden
+    assert ("linear", (vocabulary, hidden, 1)) in products_of(model)
+    assert model.fingerprint().realisation[f"linear {vocabulary}x{hidden}x1"] == "reference"
+    widths = {16384, 151936, 151936 % 16384}
+    assert head_shapes(151936, 64) == {(width, 64, 1) for width in widths}

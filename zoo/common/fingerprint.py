@@ -18,6 +18,7 @@ from zoo.common import layers, qualification
 from zoo.common.checkpoint import Entry, Piece, WeightTable
 from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
+from zoo.common.ops.log_prob import head_shapes
 from zoo.common.program import Program
 
 PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
@@ -104,17 +105,23 @@ def toolchain(device: torch.device) -> dict[str, str]:
     return out
 
 
+def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
+    """(op, shape) of every matrix product whose provider is chosen by shape, the vocabulary head's among them; meta tensors do."""
+    found: set[tuple[str, tuple[int, ...]]] = set()
+    for part in module.modules():
+        if isinstance(part, layers.Linear):
+            found.add(("linear", (*part.weight.shape, part.k_parts)))
+        elif isinstance(part, layers.Experts):
+            count, hidden, inner = part.down.shape
+            found.add(("experts", (count, hidden, inner)))
+    vocabulary, hidden = module.get_submodule("model").head_weight_VD.shape  # type: ignore[union-attr,misc]
+    return found | {("linear", shape) for shape in head_shapes(int(vocabulary), int(hidden))}
+
+
 def realisation(module: nn.Module, program: Program, used: Iterable[str]) -> dict[str, str]:
     """Which provider runs each op that the module uses, and each shape of the matrix products."""
     out = {}
-    chosen = set()
-    for part in module.modules():
-        if isinstance(part, layers.Linear):
-            shape: tuple[int, ...] = (*part.weight.shape, part.k_parts)
-            chosen.add(("linear", shape))
-        elif isinstance(part, layers.Experts):
-            count, hidden, inner = part.down.shape
-            chosen.add(("experts", (count, hidden, inner)))
+    chosen = products_of(module)
     for op, shape in sorted(chosen):
         provider = CONTRACTS[op].provider(program, shape)
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name

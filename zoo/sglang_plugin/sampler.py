@@ -114,10 +114,7 @@ class RowSampler(stock.Sampler):
         """Log-probabilities, after the temperature, of the likeliest tokens or of those named, where a request asks."""
         if not any(n > 0 for n in tops) and all(ids is None for ids in wanted):
             return
-        logits_RV = output.next_token_logits
-        scaled_RV = logits_RV * rows.inverse_temperature_R[:, None] if rows.scales else logits_RV
-        lse_R = ops.log_prob_of_logits(scaled_RV, token_R, program=self.program).lse_R
-        every_RV = torch.clamp(scaled_RV - lse_R[:, None], max=0.0)  # log_prob's last step
+        every_RV = ops.every_log_prob(output.next_token_logits, rows.inverse_temperature_or_none(), program=self.program)
         more = self.output_logprob_processor.compute_logprobs(every_RV, tops, wanted, token_R)
         more.token_logprobs = None
         if more.token_ids_logprobs_val is not None:

@@ -70,8 +70,7 @@ def prompt_scores(
             if wanted and repeated:
                 rows = slice(start, start + length)
                 columns = torch.tensor(wanted, device=head_VD.device)
-                logits_LC = ops.logits(hidden_WD[rows], head_VD.index_select(0, columns), program=program)
-                entries = torch.clamp(logits_LC - scores.lse_R[rows, None], max=0.0).tolist()  # log_prob's last step
+                entries = ops.named_log_prob(hidden_WD[rows], head_VD, scores.lse_R[rows], columns, program=program).tolist()
             out.input_token_ids_logprobs_val.append(entries)
             out.input_token_ids_logprobs_idx.append(repeated)
             start += max(length, 0)

@@ -46,7 +46,7 @@ class Served(nn.Module):
         assert issubclass(serving, ForServing)
         device = torch.empty(0).device  # SGLang builds models inside their device's context
         with _plain_defaults():
-            program = resolve(PROGRAMS[args.attention_backend], device, torch.bfloat16)
+            program = resolve(PROGRAMS[args.attention_backend], device, torch.bfloat16, serving.family.contributors)
             self.zoo: ForServing = serving._on_meta(serving.family.config.from_hf(fields), program)
             self.zoo._allocate(device)
         # memory handed back and resumed restores buffers, and nothing else that weights don't

@@ -17,7 +17,6 @@ from zoo.common.latent_memory import TokenRows
 from zoo.common.memory import KeyValues
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
-from zoo.common.ops.log_prob import VOCABULARY_CHUNK
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling
@@ -203,9 +202,3 @@ def _rows_of(value: Any, begin: int, end: int) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     assert value is None, f"an op returned a {type(value).__name__}"
     return None
-
-
-def head_shapes(vocabulary: int, hidden: int) -> set[tuple[int, ...]]:
-    """The linear shapes of a vocabulary head: whole in decode, by chunks in scoring (log_prob calls the contract itself)."""
-    widths = {vocabulary, min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
-    return {(width, hidden, 1) for width in widths if width <= vocabulary}

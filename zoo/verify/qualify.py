@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import qualification
-from zoo.common.fingerprint import toolchain
-from zoo.common.layers import Experts, Linear
+from zoo.common.fingerprint import products_of, toolchain
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, cases_of, check, trial
 from zoo.common.program import Program, resolve
@@ -24,7 +23,6 @@ from zoo.common.registry import architectures, find
 from zoo.testing import LawBroken, assert_same_bytes, gradients, tensors
 from zoo.verify.accuracy import BOUND, misses, reaches
 from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
-from zoo.verify.calls import head_shapes
 from zoo.verify.subject import config_of
 
 
@@ -41,17 +39,7 @@ class Target:
 
 def targets_of(model: nn.Module) -> list[Target]:
     """Every (op, shape) of a model whose provider is chosen by shape, its vocabulary head included; the meta device is enough."""
-    found = set()
-    for part in model.modules():
-        if isinstance(part, Linear):
-            found.add(Target("linear", (*part.weight.shape, part.k_parts)))
-        elif isinstance(part, Experts):
-            count, hidden, inner = part.down.shape
-            found.add(Target("experts", (count, hidden, inner)))
-    inner_model = model.get_submodule("model")
-    vocabulary, hidden = inner_model.head_weight_VD.shape  # type: ignore[union-attr,misc]
-    found |= {Target("linear", shape) for shape in head_shapes(int(vocabulary), int(hidden))}
-    return sorted(found, key=lambda t: (t.op, t.shape))
+    return sorted((Target(op, shape) for op, shape in products_of(model)), key=lambda t: (t.op, t.shape))
 
 
 def targets_of_sizes(arch: str, names: Iterable[str]) -> list[Target]:

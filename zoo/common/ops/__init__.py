@@ -15,7 +15,7 @@ from zoo.common.ops.l2_norm import l2_norm
 from zoo.common.ops.layer_norm import layer_norm
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
-from zoo.common.ops.log_prob.top import top_log_prob
+from zoo.common.ops.log_prob.top import every_log_prob, named_log_prob, top_log_prob
 from zoo.common.ops.norm_rope import norm_rope
 from zoo.common.ops.output_gate import output_gate
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
@@ -40,6 +40,7 @@ __all__ = [
     "combine",
     "delta_gate",
     "embed",
+    "every_log_prob",
     "experts",
     "gated_delta",
     "gated_delta_states",
@@ -51,6 +52,7 @@ __all__ = [
     "log_prob",
     "log_prob_of_logits",
     "logits",
+    "named_log_prob",
     "norm_rope",
     "output_gate",
     "rms_norm",

@@ -37,6 +37,12 @@ CONTRACT = Contract(
 )  # fmt: skip
 
 
+def head_shapes(vocabulary: int, hidden: int) -> set[tuple[int, ...]]:
+    """The linear shapes of a vocabulary head: whole in decode, by chunks in scoring (they are made here by the linear contract)."""
+    widths = {vocabulary, min(vocabulary, VOCABULARY_CHUNK), vocabulary % VOCABULARY_CHUNK or VOCABULARY_CHUNK}
+    return {(width, hidden, 1) for width in widths if width <= vocabulary}
+
+
 @dataclass(frozen=True)
 class TokenScores:
     """FP32 [R] each: log-probability of the target, log-sum-exp of the (scaled) logits, entropy in nats (None unless asked)."""

@@ -1,4 +1,5 @@
-"""The most likely tokens of every row, by a walk over vocabulary chunks: reports only, no gradient."""
+"""Log-probabilities of other tokens than the drawn one, for reports, without a gradient: the most likely of every row, by a walk over
+vocabulary chunks, those that somebody names, and all that logits in memory have."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import observed
-from zoo.common.ops.log_prob import CONTRACT, VOCABULARY_CHUNK, _logits
+from zoo.common.ops.log_prob import CONTRACT, VOCABULARY_CHUNK, _logits, log_prob_of_logits
 from zoo.common.program import Program
 
 TOP_ROWS = 1024  # rows whose logits and keys exist at once; moves no byte
@@ -54,3 +55,27 @@ def top_log_prob(
         ids[row] = 0xFFFFFFFF - (keys & 0xFFFFFFFF)
         values[row] = torch.clamp(best - lse_R[row, None], max=0.0)
     return ids, values
+
+
+@observed(CONTRACT)
+@torch.no_grad()
+def named_log_prob(hidden_RD: Tensor, weight_VD: Tensor, lse_R: Tensor, ids_K: Tensor, *, program: Program) -> Tensor:
+    """FP32 [R, K]: at every row the log-probabilities of the tokens `ids_K`, with the bytes that `log_prob` gives for each.
+
+    `lse_R` is log_prob's of the same rows at temperature 1.
+    """
+    logits_RK = _logits(hidden_RD, weight_VD.index_select(0, ids_K), None, program)
+    return torch.clamp(logits_RK - lse_R[:, None], max=0.0)
+
+
+@observed(CONTRACT)
+@torch.no_grad()
+def every_log_prob(logits_RV: Tensor, inverse_temperature_R: Tensor | None, *, program: Program) -> Tensor:
+    """FP32 [R, V]: the log-probability of every token, after the temperature, from logits that already exist before it.
+
+    A column has the bytes that `log_prob` gives for its token.
+    """
+    scaled_RV = logits_RV if inverse_temperature_R is None else logits_RV * inverse_temperature_R[:, None]
+    first_R = torch.zeros(len(scaled_RV), dtype=torch.int64, device=scaled_RV.device)
+    lse_R = log_prob_of_logits(scaled_RV, first_R, program=program).lse_R
+    return torch.clamp(scaled_RV - lse_R[:, None], max=0.0)
