@@ -8,13 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.files import fresh_folder
+from zoo.common.files import check_space, fresh_folder
 from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
 from zoo.common.registry import architectures, find
 from zoo.common.shards import write_shards
 
 SHARDS = 3
+# beyond these nothing is tiny: some gigabytes, and minutes until the disk is full
+MOST_HIDDEN = 8192
+MOST_LAYERS = 256
 SPECIAL = ("<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>")
 _CORPUS = (
     "The trainer and the sampler read the same weights and must score every token with the same bytes.",
@@ -40,9 +43,13 @@ def make_tiny(
 ) -> Path:
     """Writes the folder and returns it; equal arguments, equal bytes. `vision`: as the text part of a vision-language checkpoint.
 
-    ValueError for an unknown arch, a non-empty `out`, or a vision-language model that there isn't.
+    ValueError for an unknown arch, a non-empty `out`, a vision-language model that there isn't, sizes that are not tiny, or more
+    bytes than are free.
     """
     family, architecture = find(arch)
+    for option, asked, most in (("--hidden", hidden, MOST_HIDDEN), ("--layers", layers, MOST_LAYERS)):
+        if asked is not None and asked > most:
+            raise ValueError(f"{option} {asked}: a tiny checkpoint has at most {most}")
     fields = {**architecture.tiny, "tie_word_embeddings": tied}
     fields |= {"hidden_size": hidden} if hidden is not None else {}
     if layers is not None:
@@ -73,6 +80,7 @@ def make_tiny(
 
     dtypes = {name: dtype for name, dtype, _ in specs}
     total = sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs)
+    check_space(out, total)
     with fresh_folder(out) as folder:
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         generation = {

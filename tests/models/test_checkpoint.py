@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -666,6 +668,31 @@ def test_checksums_equal_a_plain_integer_program(shape: tuple[int, int, int], dt
 
 
 # --- tools
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--hidden", "100000000"], "--hidden 100000000: a tiny checkpoint has at most 8192"),
+        (["--layers", "10000000"], "--layers 10000000: a tiny checkpoint has at most 256"),
+    ],
+)
+def test_make_tiny_of_an_absurd_size_is_refused_at_once(given: list[str], sentence: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = CliRunner().invoke(app, ["make-tiny", "qwen3_moe", str(tmp_path / "deep" / "tiny"), *given])
+    assert result.exit_code == 2 and result.output == f"error: {sentence}\n" and time.monotonic() - begin < 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_make_tiny_asks_for_its_bytes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny("qwen3", tmp_path / "there")
+    needed = sum(t.nbytes for path in (tmp_path / "there").glob("*.safetensors") for t in read_shard(path).tensors)
+    for free, code in ((needed - 1, 2), (needed, 0)):
+        monkeypatch.setattr("zoo.common.files.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        result = CliRunner().invoke(app, ["make-tiny", "qwen3", str(tmp_path / "deep" / "tiny")])
+        assert result.exit_code == code
+        assert not code or f"tiny needs {needed:,} bytes, {needed - 1:,} are free there" in result.output
+        assert (tmp_path / "deep").exists() == (not code)
 
 
 @pytest.mark.parametrize("arch", architectures())

@@ -156,6 +156,14 @@ def check_folder(path: str | Path) -> Path:
     return target
 
 
+def check_space(path: str | Path, needed: int) -> None:
+    """ValueError naming both numbers if a folder of so many bytes does not fit where `path` is."""
+    target = check_fresh(path)
+    free = shutil.disk_usage(next(folder for folder in target.parents if folder.is_dir())).free
+    if needed > free:
+        raise ValueError(f"{path} needs {needed:,} bytes, {free:,} are free there")
+
+
 def check_file(option: str, path: Path | None) -> None:
     """ValueError, before any work, if the file that a command-line option names can't be written."""
     if path is None:
