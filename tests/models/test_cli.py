@@ -176,7 +176,7 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("map", "deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
         (("qualify", "--op", "conv9"), "there is no op 'conv9'"),
         (("qualify", "--kernel", "a:b"), "--kernel needs --op"),
-        (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "finds modules of the current folder"),
+        (("qualify", "--device", "cpu", "--op", "linear", "--kernel", "absent:b"), "looked for among what is installed and in the"),
         (("qualify", "--size", "8b"), "--size needs --arch"),
         (("bench",), "no benchmark is named; there are ops and models"),
         (("bench", "cakes"), "there is no benchmark 'cakes'; there are ops and models"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from zoo.common.ops.linear.reference import linear as reference_linear
 from zoo.common.ops.linear.reference import linear_backward
 from zoo.common.program import Program, resolve
 from zoo.common.qualification import Verdict
-from zoo.verify import admission, qualify
+from zoo.verify import admission, outside, qualify
 from zoo.verify.qualify import Target
 
 HERE = "tests.models.test_qualify"
@@ -232,7 +233,7 @@ def test_targets_of_published_sizes() -> None:
 
 
 def test_an_outside_kernel_keeps_the_laws() -> None:
-    found = qualify.put_through("linear", f"{HERE}:outside_linear", PROGRAM)
+    found = outside.put_through("linear", f"{HERE}:outside_linear", PROGRAM)
     assert found.ok and not found.broken and found.kept >= 30 and found.gradient.startswith("right")
     assert found.equal.split()[-4] == found.equal.split()[-2] and found.numbers.endswith(" in 10 of 10 cases") and not found.missed
     (line,) = found.benchmark  # a CPU has no published shape
@@ -242,7 +243,7 @@ def test_an_outside_kernel_keeps_the_laws() -> None:
 @pytest.mark.parametrize(("kernel", "code"), [("wrong_forward", 1), ("other_class", 0)])
 def test_an_outside_kernel_s_numbers_decide(kernel: str, code: int) -> None:
     """Laws, which hold a kernel against itself, and its gradient see nothing of a wrong forward; other bytes alone are no fault."""
-    found = qualify.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
+    found = outside.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
     assert not found.broken and found.kept >= 30 and found.gradient.startswith("right") and found.ok == (not code)
     assert found.equal != "bytes equal to ours in 10 of 10 cases"
     done = CliRunner().invoke(app, ["qualify", "--device", "cpu", "--op", "linear", "--kernel", f"{HERE}:{kernel}"])
@@ -253,16 +254,16 @@ def test_an_outside_kernel_s_numbers_decide(kernel: str, code: int) -> None:
 
 
 def test_published_shapes_are_timed_without_a_remark_and_said_to_be_held_against_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [replace(case, device_sized=True) for case in qualify.cases_of("linear", PROGRAM)[1:3]]
-    monkeypatch.setattr(qualify, "cases_of", lambda op, program: cases)
-    found = qualify.put_through("linear", f"{HERE}:other_class", PROGRAM)
+    cases = [replace(case, device_sized=True) for case in outside.cases_of("linear", PROGRAM)[1:3]]
+    monkeypatch.setattr(outside, "cases_of", lambda op, program: cases)
+    found = outside.put_through("linear", f"{HERE}:other_class", PROGRAM)
     assert len(found.benchmark) == 2 and not any("toy" in line for line in found.benchmark)
     assert found.numbers.endswith("in 2 of 2 cases; 2 of them are published shapes, which are held against our kernel instead")
-    assert not qualify.put_through("linear", f"{HERE}:wrong_forward", PROGRAM).ok
+    assert not outside.put_through("linear", f"{HERE}:wrong_forward", PROGRAM).ok
 
 
 def test_an_outside_kernel_that_breaks_the_row_law_is_caught() -> None:
-    found = qualify.put_through("linear", f"{HERE}:leaky_linear", PROGRAM)
+    found = outside.put_through("linear", f"{HERE}:leaky_linear", PROGRAM)
     assert not found.ok and any(line.startswith("row law") for line in found.broken)
     assert found.equal != "bytes equal to ours in 10 of 10 cases"
 
@@ -285,7 +286,7 @@ def with_more(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1, **options)
 )
 def test_an_outside_kernel_of_another_signature_is_refused(kernel: str, fault: str) -> None:
     with pytest.raises(ValueError, match=rf"{kernel} {fault}: it takes \(.*, ops\.linear takes \(x_RK"):
-        qualify.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
+        outside.put_through("linear", f"{HERE}:{kernel}", PROGRAM)
 
 
 def bare(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1):  # type: ignore[no-untyped-def]
@@ -293,10 +294,93 @@ def bare(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1):  # type: ignor
 
 
 def test_an_outside_kernel_needs_no_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = qualify.cases_of("linear", PROGRAM)[:1]
-    monkeypatch.setattr(qualify, "cases_of", lambda op, program: cases)
-    found = qualify.put_through("linear", f"{HERE}:bare", PROGRAM)
+    cases = outside.cases_of("linear", PROGRAM)[:1]
+    monkeypatch.setattr(outside, "cases_of", lambda op, program: cases)
+    found = outside.put_through("linear", f"{HERE}:bare", PROGRAM)
     assert found.ok and found.kept == len(cases[0].laws)
+
+
+FAULTS = {
+    "leaves": "raise SystemExit(0)",
+    "key_error": "raise KeyError('BLOCK')",
+    "asserts": "raise AssertionError",
+    "compiler": "raise CompilationError('BLOCK must be a power of 2\\nat line 7')",
+    "nothing": "return None",
+    "a_number": "return 1.0",
+    "detached": "return ops.linear(x_RK, weight_NK, program=program, out_dtype=out_dtype, k_parts=k_parts).detach()",
+    "quits": "os._exit(0)",
+    "crashes": "os.abort()",
+}
+STRANGER = """
+import os
+from zoo.common import ops
+
+class CompilationError(Exception): ...
+
+def {name}(x_RK, weight_NK, *, program, out_dtype=None, k_parts=1):
+    {body}
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the working directory with a kernel per fault."""
+    name = f"stranger_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text("".join(STRANGER.format(name=kernel, body=body) for kernel, body in FAULTS.items()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("leaves", "it failed: SystemExit: 0"),
+        ("key_error", "it failed: KeyError: 'BLOCK'"),
+        ("asserts", "it failed: AssertionError"),
+        ("compiler", "it failed: CompilationError: BLOCK must be a power of 2"),
+        ("nothing", "it returns no tensor, ours out bfloat16"),
+        ("a_number", "out is a float, not a tensor"),
+        ("detached", "has no gradient (it failed: "),
+    ],
+)
+def test_whatever_an_outside_kernel_raises_or_returns_is_a_verdict(
+    stranger: str, kernel: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = outside.cases_of("linear", PROGRAM)[:1]
+    monkeypatch.setattr(outside, "cases_of", lambda op, program: cases)
+    found = outside.put_through("linear", f"{stranger}:{kernel}", PROGRAM)
+    assert not found.ok and any(said in line for line in (*found.broken, *found.missed, found.gradient))
+    assert not any("\n" in line for line in (*found.broken, *found.missed, found.gradient))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("leaves", "broken: row law, K 1024: it failed: SystemExit: 0"),
+        ("quits", "its process ended with status 0 and no verdict"),
+        ("crashes", "its process was ended by signal 6"),
+    ],
+)
+def test_the_exit_status_says_it_even_if_the_kernel_ends_its_process(stranger: str, kernel: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["qualify", "--device", "cpu", "--op", "linear", "--kernel", f"{stranger}:{kernel}"])
+    assert done.exit_code == 1 and said in done.output and "Traceback" not in done.output
+    assert "linear by stranger_" in done.output
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise SystemExit(0)", "importing it failed: SystemExit: 0"),
+        ("{}['x']", "importing it failed: KeyError: 'x'"),
+        ("def f(:", "importing it failed: SyntaxError: invalid syntax"),
+        ("raise ValueError('no such GPU')", "importing it failed: ValueError: no such GPU"),
+    ],
+)
+def test_a_module_that_does_not_import_is_a_verdict(source: str, said: str, stranger: str) -> None:
+    Path(f"{stranger}_import.py").write_text(source)
+    found = outside.put_through("linear", f"{stranger}_import:f", PROGRAM)
+    assert not found.ok and found.kept == 0 and found.broken[0].startswith(said)
 
 
 @pytest.mark.parametrize(("module", "hinted"), [("absent_module", True), ("zoo.absent", True), ("needs_absent_module", False)])
@@ -305,5 +389,5 @@ def test_a_module_that_is_not_found_gets_the_hint(module: str, hinted: bool, tmp
         (tmp_path / "needs_absent_module.py").write_text("import absent_module\n")
         monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=f"--kernel '{module}:f': No module named") as caught:
-        qualify.outside(f"{module}:f")
-    assert str(caught.value).endswith("; `python -m zoo qualify ...` finds modules of the current folder") == hinted
+        outside.outside(f"{module}:f")
+    assert str(caught.value).endswith("; modules are looked for among what is installed and in the working directory") == hinted

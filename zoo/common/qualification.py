@@ -65,6 +65,11 @@ def use(path: Path | None) -> None:
     reload()
 
 
+def in_use() -> Path | None:
+    """What `use` named, for a process that is started to do the same."""
+    return _where.path
+
+
 def path_for_this_machine() -> Path:
     """~/.cache/aligned-zoo/qualification/<gpu>-<hash of the toolchain>.json, or what `use` named."""
     if _where.path is not None:

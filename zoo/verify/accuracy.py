@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from zoo.common.ops.cases import Case, Trial, trial
 from zoo.common.program import Program
-from zoo.testing import Args, tensors
+from zoo.testing import Args, LawBroken, tensors
 
 TIMES = 4  # another order of additions, or a rounding more inside, stays well below it
 # added, as ours may happen to err little: one rounding to BF16; an FP32 result is a sum of many
@@ -19,6 +19,26 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 8 * 2.0**-24}
 # of a published shape, whose float64 reference would take minutes: from our kernel; FP32 sums on tensor cores lose some 2^-16
 APART = {torch.bfloat16: 2.0**-6, torch.float32: 2.0**-12}
 BOUND = f"{TIMES} times our error against float64 plus one rounding to BF16 or eight to FP32"
+
+
+T = TypeVar("T")
+
+
+def tried(call: Callable[[], T]) -> tuple[T | None, str]:
+    """What a call of an outside kernel gives, and why it gives nothing: a law that it breaks, or whatever it raises."""
+    try:
+        return call(), ""
+    except LawBroken as error:
+        return None, str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a kernel must not decide how the command ends
+        return None, f"it failed: {described(error)}"
+
+
+def described(error: BaseException) -> str:
+    """The kind of an exception and its first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".removesuffix(": ")
 
 
 def promoted(args: Args) -> Args:
@@ -56,10 +76,9 @@ def reaches(case: Case, program: Program, op: str) -> bool:
 def misses(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> list[str]:
     """What of a case is not as near to the reference in float64 as BOUND says, or of a published shape to our kernel; both numbers."""
     ours = tensors(trial(case, program).call())
-    try:
-        found = tensors(trial(case, program, replace={op: kernel}).call())
-    except (RuntimeError, ValueError, TypeError) as error:
-        return [f"{case.name}: it failed: {error}"]
+    found, fault = tried(lambda: tensors(trial(case, program, replace={op: kernel}).call()))
+    if found is None:
+        return [f"{case.name}: {fault}"]
     kinds = [[(name, t.dtype, tuple(t.shape)) for name, t in side] for side in (found, ours)]
     if kinds[0] != kinds[1]:
         return [f"{case.name}: it returns {_words(kinds[0])}, ours {_words(kinds[1])}"]
@@ -82,4 +101,4 @@ def reference(case: Case, program: Program) -> list[tuple[str, Tensor]]:
 
 
 def _words(kinds: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, dtype, shape in kinds)
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, dtype, shape in kinds) or "no tensor"

@@ -21,6 +21,7 @@ from zoo.verify import qualify as admission
 from zoo.verify import report as pages
 from zoo.verify.asked import Asked, check_lengths
 from zoo.verify.ladder import Ladder, Result
+from zoo.verify.outside import KernelReport, put_through_apart
 from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
@@ -166,7 +167,7 @@ def qualify(
     again: bool,
     store: Path | None,
 ) -> bool:
-    """`zoo qualify`; False if an outside kernel breaks a law or computes other numbers or gradients."""
+    """`zoo qualify`; False if an outside kernel fails, breaks a law or computes other numbers or gradients."""
     if op is not None and op not in CONTRACTS:
         raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
     if kernel is not None and op is None:
@@ -180,7 +181,7 @@ def qualify(
     if kernel is not None:
         assert op is not None
         with console.status("laws") as status:
-            found = admission.put_through(op, kernel, program, status.update)
+            found = put_through_apart(op, kernel, program, status.update)
         show_kernel(found, console)
         return found.ok
     if where == "cpu":
@@ -204,7 +205,7 @@ def qualify(
     return True
 
 
-def show_kernel(found: admission.KernelReport, console: Terminal) -> None:
+def show_kernel(found: KernelReport, console: Terminal) -> None:
     for line in found.broken:
         console.print(f"broken: {line}", soft_wrap=True)
     for line in found.missed:
