@@ -110,7 +110,7 @@ def test_console_scripts_have_an_entry() -> None:
 @needs_full
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("zoo", ["audit"]), ("zoo", ["audit", "--json", "/dev/full"]), ("zoo", ["--help"]), ("weights_tools", ["inspect", "CHECKPOINT"])],
+    [("zoo", ["lint"]), ("zoo", ["lint", "--json", "/dev/full"]), ("zoo", ["--help"]), ("weights_tools", ["inspect", "CHECKPOINT"])],
 )
 def test_a_full_disk_is_one_sentence_and_status_2(checkpoint: Path, module: str, arguments: list[str]) -> None:
     given = [str(checkpoint) if argument == "CHECKPOINT" else argument for argument in arguments]
@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_sentence_and_status_2(checkpoint: Path, module: str,
 
 
 def test_a_reader_that_goes_is_no_verdict() -> None:
-    program = "import sys; from zoo.cli import main; sys.stdin.readline(); main(['audit'])"
+    program = "import sys; from zoo.cli import main; sys.stdin.readline(); main(['lint'])"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -136,7 +136,7 @@ def test_a_reader_that_goes_is_no_verdict() -> None:
 
 
 def test_a_closed_output_is_none_at_all() -> None:
-    closed = "import os, sys; os.close(1); sys.stdout = None; from zoo.cli import main; main(['audit'])"
+    closed = "import os, sys; os.close(1); sys.stdout = None; from zoo.cli import main; main(['--help'])"
     done = subprocess.run([sys.executable, "-c", closed], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 0 and not done.stderr
 

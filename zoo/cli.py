@@ -1,4 +1,4 @@
-"""`zoo verify | map | qualify | audit | generate | bench`. Bad input gets one sentence and exit status 2, differing bytes 1."""
+"""`zoo verify | map | qualify | lint | generate | bench`. Bad input gets one sentence and exit status 2, differing bytes 1."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ def qualify(
 
 
 @command()
-def audit(json_file: Json = None) -> None:
-    """Search the models and drivers for numbers made outside the ops. Exit status 1 if there are any."""
+def lint(json_file: Json = None) -> None:
+    """Read a checkout's source: numbers made outside the ops, imports upwards, files out of place. Exit status 1 if there are any."""
     from zoo.common.files import check_file
-    from zoo.verify.audit import audit as scan
+    from zoo.lint.check import lint as check
 
     check_file("--json", json_file)
-    files, found = scan()
-    for finding in found:
-        typer.echo(f"{finding.file}:{finding.line}: {finding.what}")
-    typer.echo(f"{files} files scanned, {len(found) or 'none'} made outside an op")
-    _write_json(json_file, {"files": files, "findings": [vars(finding) for finding in found]})
-    if found:
+    report = check(Path(__file__).parents[1])
+    for finding in report.findings:
+        typer.echo(str(finding))
+    typer.echo(f"{report.files} files read, {len(report.findings) or 'no'} finding{'s'[: len(report.findings) != 1]}")
+    _write_json(json_file, {"files": report.files, "findings": [vars(finding) for finding in report.findings]})
+    if report.findings:
         raise typer.Exit(1)
 
 

@@ -23,7 +23,6 @@ from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear
 from zoo.common.program import DECISIONS
 from zoo.verify.asked import lengths_of, rungs_of
-from zoo.verify.audit import COMMON, FILES, audit, findings_in
 from zoo.verify.room import free
 from zoo.verify.subject import build
 
@@ -313,32 +312,3 @@ def test_generate(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("Guess the word")
     made = json.loads(out.read_text())["generations"]
     assert len(made) == 1 and len(made[0]["completion"]["output_ids"]) == 4
-
-
-def test_audit_of_the_package(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli("audit")
-    files, found = audit()
-    folder = ROOT / "zoo"
-    assert all(list((folder / "common").glob(pattern)) for pattern in COMMON) and all(list(folder.glob(p)) for p in FILES)
-    assert files > 8 and code == 0 and not found, found
-    assert f"{files} files scanned" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("y = a @ b", 1),
-        ("y = torch.exp(x)", 1),
-        ("y_RD = x_RD * 2", 1),
-        ("y = self.weight.rsqrt()", 1),
-        ("y = x_RD.mean(-1)", 1),
-        ("y = self.norm(x_RD)", 0),
-        ("y = ops.linear(x_RD, w_NK)", 0),
-        ("slot_R = page_R * page_size + positions_R % page_size", 0),
-        ("y = a + 1", 0),
-        ("sequences = MOST_SEQUENCES + 1", 0),
-        ("y = MOST_X + x_RD", 1),
-    ],
-)
-def test_audit_sees_a_planted_number(source: str, count: int) -> None:
-    assert len(list(findings_in(source))) == count

@@ -12,12 +12,11 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zoo
-
 if TYPE_CHECKING:
     from zoo.common.family import Architecture, Family
     from zoo.common.pretrained import Pretrained
 
+ZOO = Path(__file__).parents[1]  # the package's folder
 ROLES = ("rl", "serving")
 ENTRY_POINTS = "zoo.families"
 _PLANNED = ("deepseek_v4",)
@@ -27,10 +26,9 @@ _PLANNED = ("deepseek_v4",)
 def families() -> tuple[Family, ...]:
     """All of them, those of the zoo first. ValueError if two have an architecture or a model_type of one name."""
     found = []
-    for place in zoo.__path__:
-        for module in sorted(pkgutil.iter_modules([place]), key=lambda module: module.name):
-            if module.ispkg and (Path(place) / module.name / "model.py").exists():
-                found.append(importlib.import_module(f"zoo.{module.name}").FAMILY)
+    for module in sorted(pkgutil.iter_modules([str(ZOO)]), key=lambda module: module.name):
+        if module.ispkg and (ZOO / module.name / "model.py").exists():
+            found.append(importlib.import_module(f"zoo.{module.name}").FAMILY)
     found += [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     seen: set[str] = set()
     for family in found:

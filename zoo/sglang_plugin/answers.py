@@ -150,7 +150,7 @@ def _check_weights(weight_TLK: Tensor) -> None:
         token, layer, slot = odd.nonzero()[0].tolist()
         value = float(weight_TLK[token, layer, slot])
         raise ValueError(f"token {token} has the routing weight {value} in slot {slot} of layer {layer}, it must be finite and at least 0")
-    zero = weight_TLK.amax(-1) == 0
+    zero = (weight_TLK == 0).all(-1)
     if zero.any():
         token, layer = zero.nonzero()[0].tolist()
         raise ValueError(f"token {token} has {weight_TLK.shape[-1]} routing weights in layer {layer}, and all are 0")
