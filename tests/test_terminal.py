@@ -122,6 +122,16 @@ def test_a_full_disk_is_one_sentence_and_status_2(checkpoint: Path, module: str,
         assert started("verify", "llama", module="zoo", stderr=full).returncode == 2  # a full stderr changes no status
 
 
+@pytest.mark.parametrize("command", ["make-tiny", "convert"])
+def test_a_checkpoint_that_fills_the_disk_leaves_nothing(command: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk that is nearly full."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); from weights_tools.cli import main; main()"
+    given = ["make-tiny", "qwen3"] if command == "make-tiny" else ["convert", str(checkpoint)]
+    done = subprocess.run([sys.executable, "-c", limited, *given, str(tmp_path / "deep" / "out")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr == f"error: {tmp_path}/deep/out can't be written: [Errno 27] File too large\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_reader_that_goes_is_no_verdict() -> None:
     program = "import sys; from zoo.cli import main; sys.stdin.readline(); main(['lint'])"
     process = subprocess.Popen(

@@ -62,7 +62,8 @@ class _Page(HTMLParser):
 
 
 def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, page = tmp_path / "ladder.json", tmp_path / "ladder.html"
+    out, page = tmp_path / "ladder.json", tmp_path / "r[" / "red].html"
+    page.parent.mkdir()
     arguments = ("--device", "cpu", "--rungs", "1,3-4", "--lengths", "1,20,66", "--json", out, "--report", page)
     assert cli("verify", "qwen3", "--checkpoint", checkpoint, *arguments) == 0
     fields = json.loads(out.read_text())
@@ -73,11 +74,21 @@ def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Pat
         assert set(row) == {"rung", "what", "compared", "compared_bytes", "differing", "k3", "ok"}
         assert row["ok"] is True and row["differing"] == 0 and row["compared_bytes"] > row["compared"] > 0
     assert [set(line) for line in fields["not_run"]] == [{"rung", "what", "reason"}]
-    assert "none differs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "none differs" in said and f"wrote {page}\n" in said
     text = page.read_text()
     found = _Page(text)
     assert not found.outside and "http" not in text
     assert found.tags.count("section") == 4 and found.tags.count("rect") == 3 * 66
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_climb_that_can_t_be_written_is_no_verdict(cli: Cli, checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    given = ("--checkpoint", checkpoint, "--device", "cpu", "--rungs", 1, "--lengths", 9, option, "/dev/full")
+    assert cli("verify", "qwen3", *given) == 2
+    out, said = capsys.readouterr()
+    assert said == "error: /dev/full can't be written: [Errno 28] No space left on device\n" and "none differs" in out
 
 
 def test_an_empty_run_exits_1(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,13 +94,13 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
     save(json_file, result)
     if report is not None:
         write_file(report, pages.page(result, places, layers_of(subject), max(settings.lengths)))
-        console.print(f"wrote {report}")
+        line(console, f"wrote {report}")
     if reproduction is not None and result.divergence is not None:
         try:
             script = write_reproduction(result.divergence, reproduction, result.names)
-            console.print(f"wrote {script}: run it to see the one row and the one op again")
+            line(console, f"wrote {script}: run it to see the one row and the one op again")
         except ValueError as error:  # the climb's verdict stands
-            console.print(f"no reproduction: {error}")
+            line(console, f"no reproduction: {error}")
     return result
 
 
