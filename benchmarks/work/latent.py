@@ -13,7 +13,7 @@ from benchmarks.common import sets_for
 from benchmarks.work.cases import Place, Work, subset_law
 from benchmarks.work.shapes import BIASED, HEAD_LINEARS, INDEX, LATENT, MIXTURES, PREFILL
 from zoo.common import ops
-from zoo.common.latent_memory import TokenRows
+from zoo.common.history import TokenRows
 from zoo.common.rows import Rows
 from zoo.testing import assert_same_bytes
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.delta_memory import ConvCarry
+from zoo.common.history import ConvCarry
 from zoo.common.ops.causal_conv import kernels as conv
 from zoo.common.ops.causal_conv import reference as conv_reference
 from zoo.common.ops.delta_gate import kernels as delta_gate

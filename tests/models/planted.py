@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.history import KeyValues
 from zoo.common.layers import Linear, RMSNorm
-from zoo.common.memory import KeyValues, PagedKeyValues, PagedMemory
+from zoo.common.memory import PagedKeyValues, PagedMemory
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
 from zoo.common.rows import Rows

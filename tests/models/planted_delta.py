@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaState
+from zoo.common.history import DeltaState
 from zoo.common.ops.gated_delta import reference
 from zoo.common.ops.gated_delta.reference import gated_delta
 from zoo.common.rows import Rows

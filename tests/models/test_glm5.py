@@ -31,7 +31,8 @@ from torch import Tensor
 from tests.models import planted_latent
 from zoo.common import serving
 from zoo.common.engine import Completion, Engine
-from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
+from zoo.common.history import TokenRows
+from zoo.common.latent_memory import LatentMemory, PagedLatents
 from zoo.common.memory import PagedMemory
 from zoo.common.ops.biased_route import Choice
 from zoo.common.rows import Rows

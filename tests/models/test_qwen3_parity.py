@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from benchmarks.models_float64 import float64_of
 from zoo.common import ops
-from zoo.common.memory import KeyValues, PackedKeyValues
+from zoo.common.history import KeyValues
+from zoo.common.memory import PackedKeyValues
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.qwen3 import Qwen3ForRL

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues, TokenRows
 from zoo.common.ops.sample import sample, score_filtered
 from zoo.common.program import Program
 from zoo.common.rows import Rows

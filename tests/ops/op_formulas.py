@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues, TokenRows
 from zoo.common.ops import TokenScores
 from zoo.common.ops.attention import reference as attention_reference
 from zoo.common.ops.biased_route import Choice

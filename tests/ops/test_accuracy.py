@@ -12,8 +12,7 @@ from op_formulas import TEXTBOOK
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues, TokenRows
 from zoo.common.ops.cases import Case, cases_of, trial
 from zoo.common.program import resolve
 from zoo.testing import tensors

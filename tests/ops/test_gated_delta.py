@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK, DeltaMemory, DeltaState, PackedDelta
+from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.history import DeltaState, PackedDelta
 from zoo.common.ops import CONTRACTS, gated_delta, gated_delta_states
 from zoo.common.ops.cases import cases_of, check, trial
 from zoo.common.ops.gated_delta import backward, cases, reference, rival_fla

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zoo.common import ops
-from zoo.common.delta_memory import ConvCarry, PackedDelta
+from zoo.common.history import ConvCarry, PackedDelta
 from zoo.common.ops.cases import Case, Trial, cases_of
 from zoo.common.program import resolve
 from zoo.common.rows import Rows

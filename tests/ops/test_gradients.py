@@ -237,7 +237,7 @@ def test_only_what_asks_gets_a_gradient() -> None:
 
 def test_paged_keys_carry_no_gradient() -> None:
     """Serving's attention runs under no_grad; asking it for a gradient must not give a wrong one silently."""
-    from zoo.common.memory import KeyValues
+    from zoo.common.history import KeyValues
     from zoo.common.ops import attention
     from zoo.common.rows import Rows
 

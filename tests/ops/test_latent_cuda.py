@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
+from zoo.common.history import TokenRows
+from zoo.common.latent_memory import LatentMemory, PagedLatents
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.biased_route import reference as route_reference
 from zoo.common.ops.head_linear import kernels as head_kernels

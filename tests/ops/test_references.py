@@ -15,7 +15,7 @@ from op_formulas import TEXTBOOK, relative_error, tensor_core_product
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues
 from zoo.common.ops.attention.reference import merge
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.cases import Case, Trial, cases_of

@@ -11,52 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo.common.history import ConvCarry, DeltaState, PackedDelta
+
 CHUNK = 64
 CARRY = 3  # rows before the convolution of width 4
-
-
-@dataclass(frozen=True)
-class DeltaState:
-    """One layer's pools, and the slots of the sequences now being pushed. J: the 64 rows of the live chunk; S: slots.
-
-    start_SVKE    FP32, the state at the live chunk's start
-    image_SVKE    the program's dtype, `start` rounded: what rows read
-    k_SHJK, v_SVJE, u_SVJE   the program's dtype, rows of the live chunk
-    beta_SVJ      FP32
-    decay_SVJ     FP32, running sum of log-decay inside the chunk
-    inverse_SVJJ  FP32, rows of the chunk's unit triangular inverse
-    slot_N        int64, the slot of each sequence
-    """
-
-    start_SVKE: Tensor
-    image_SVKE: Tensor
-    k_SHJK: Tensor
-    v_SVJE: Tensor
-    u_SVJE: Tensor
-    beta_SVJ: Tensor
-    decay_SVJ: Tensor
-    inverse_SVJJ: Tensor
-    slot_N: Tensor
-
-
-@dataclass(frozen=True)
-class ConvCarry:
-    """One layer's last three rows before the convolution, oldest first, [S, 3, channels], and the slots being pushed (int64)."""
-
-    rows_SWC: Tensor
-    slot_N: Tensor
-
-
-@dataclass(frozen=True)
-class PackedDelta:
-    """Training: whole documents, or a rank's part of them cut on the 64-grid.
-
-    initial_NVKE  FP32, the state before each document's first row; None: zero
-    carry_NWC     the three rows before the convolution that come before each document's first row; None: zero
-    """
-
-    initial_NVKE: Tensor | None = None
-    carry_NWC: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zoo.common.history import TokenRows
 from zoo.common.memory import Pages
 from zoo.common.rows import Rows
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """One row a token: [R, E] in row order, or [P, page, E] behind a page table [N, B] (int32)."""
-
-    rows: Tensor
-    page_table_NB: Tensor | None = None
-
-    def of(self, n: int, first: int, last: int, length: int) -> Tensor:
-        """[length, E] of sequence n, whose rows first .. last are being pushed."""
-        if self.page_table_NB is None:
-            return self.rows[first:last]
-        return self.rows[self.page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[:length]
 
 
 class LatentLayer(Protocol):

@@ -23,19 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zoo.common.history import KeyValues
 from zoo.common.rows import Rows
 
 RESERVED_PAGE = 0  # padding rows of a CUDA graph write here; no sequence ever owns it
 RESERVED_SLOT = 0  # likewise, in a memory with slots
-
-
-@dataclass(frozen=True)
-class KeyValues:
-    """What attention reads: keys and values [T, G, E] in row order, or [P, page, G, E] behind a page table [N, B] (int32)."""
-
-    k: Tensor
-    v: Tensor
-    page_table_NB: Tensor | None = None
 
 
 class KeyValueMemory(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zoo.common.delta_memory import DeltaLayer, PackedDelta
+from zoo.common.delta_memory import DeltaLayer
+from zoo.common.history import PackedDelta
 from zoo.common.memory import PackedKeyValues
 from zoo.common.rows import Rows
 from zoo.common.training import ForRL

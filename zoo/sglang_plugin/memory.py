@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues
 from zoo.common.rows import Rows
 from zoo.common.serving import PaddedRows, prefill_bucket, prefill_counts
 

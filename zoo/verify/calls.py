@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
 from zoo.common.program import Program

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
-from zoo.common.latent_memory import TokenRows
+from zoo.common.history import ConvCarry, DeltaState, PackedDelta, TokenRows
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import DECISIONS
 from zoo.common.rows import Rows

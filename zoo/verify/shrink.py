@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
 from zoo.common.files import check_fresh, fresh_folder
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
 from zoo.common.ops import Provider
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -36,9 +34,7 @@ import torch
 from safetensors.torch import load_file
 
 from zoo.common import ops
-from zoo.common.delta_memory import ConvCarry, DeltaState, PackedDelta
-from zoo.common.latent_memory import TokenRows
-from zoo.common.memory import KeyValues
+from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program

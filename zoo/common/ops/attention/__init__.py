@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.memory import KeyValues
+from zoo.common.history import KeyValues
 from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.memory import KeyValues, PagedMemory
+from zoo.common.history import KeyValues
+from zoo.common.memory import PagedMemory
 from zoo.common.ops.attention.reference import KEY_TILE
 from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.delta_memory import CARRY, ConvCarry, PackedDelta
+from zoo.common.delta_memory import CARRY
+from zoo.common.history import ConvCarry, PackedDelta
 from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import ConvCarry, PackedDelta
+from zoo.common.history import ConvCarry, PackedDelta
 from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program
 from zoo.common.rows import Rows

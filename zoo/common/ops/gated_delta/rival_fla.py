@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaState
+from zoo.common.history import DeltaState
 from zoo.common.ops.gated_delta import rival_tokens
 from zoo.common.rows import Rows
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaState
+from zoo.common.history import DeltaState
 from zoo.common.rows import Rows
 
 

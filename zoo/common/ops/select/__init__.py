@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zoo.common.latent_memory import TokenRows
+from zoo.common.history import TokenRows
 from zoo.common.ops.contract import Contract, Provider, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows

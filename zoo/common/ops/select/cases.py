@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.latent_memory import PagedLatents, TokenRows
+from zoo.common.history import TokenRows
+from zoo.common.latent_memory import PagedLatents
 from zoo.common.ops.attention.cases import PagePlace
 from zoo.common.ops.cases import Case, Documents, Draw, Trial, repeat
 from zoo.common.ops.sparse_attention.cases import PLACES, packed_rows, push

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zoo.common.latent_memory import TokenRows
+from zoo.common.history import TokenRows
 from zoo.common.ops.linear.reference import panels
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.latent_memory import LatentMemory, PagedLatents, TokenRows
+from zoo.common.history import TokenRows
+from zoo.common.latent_memory import LatentMemory, PagedLatents
 from zoo.common.ops.attention.cases import PagePlace
 from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program

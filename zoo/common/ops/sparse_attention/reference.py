@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zoo.common.latent_memory import TokenRows
+from zoo.common.history import TokenRows
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 

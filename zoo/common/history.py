@@ -1,0 +1,183 @@
+"""What ops read of the tokens before a row: records of tensors, and no memory that keeps them.
+
+A history is packed (training: the rows of the same call are all there is), paged (rows that a server keeps, behind a page table) or
+in slots (one state a sequence, which the call itself moves on). Records are handed to ops by a memory's views, and by observers that
+cut a call to one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class History(Protocol):
+    """What an observer asks of any history."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of the call are all that there is."""
+
+    @property
+    def takes_push(self) -> bool:
+        """Whether a row reads the rows of its sequence that come before it in the same call through the call's other arguments."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether the call writes into it."""
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        """A copy of what row `row` reads, at `position` of sequence n, whose rows in this call begin at `first`."""
+
+    def copied(self) -> Self:
+        """With tensors of its own."""
+
+    def words(self) -> str:
+        """What it is, in a table's cell."""
+
+
+class _Record:
+    """What the records have in common."""
+
+    def copied(self) -> Self:
+        return replace(self, **{f.name: _copy(getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var,arg-type]
+
+
+class _Rows(_Record):
+    """Rows of tokens: packed, or pages behind a table."""
+
+    page_table_NB: Tensor | None
+    changes = False
+
+    @property
+    def packed(self) -> bool:
+        return self.page_table_NB is None
+
+    @property
+    def takes_push(self) -> bool:
+        return self.packed
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        every = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "page_table_NB"}  # type: ignore[arg-type]
+        if self.page_table_NB is None:
+            return replace(self, **{name: _copy(rows[first : row + 1]) for name, rows in every.items()})  # type: ignore[type-var]
+        page_size = next(iter(every.values())).shape[1]
+        pages = self.page_table_NB[n, : position // page_size + 1].long()
+        table_NB = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
+        return replace(self, **{name: rows[pages] for name, rows in every.items()}, page_table_NB=table_NB)  # type: ignore[type-var]
+
+
+class _Slots(_Record):
+    """Pools of all slots, and the slots of the sequences now being pushed."""
+
+    slot_N: Tensor
+    packed = False
+    takes_push = True
+    changes = True
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        """The slot as it is: an observer takes it before the call, which moves it on."""
+        return self.of_sequences(slice(n, n + 1))
+
+    def of_sequences(self, sequences: slice = slice(None)) -> Self:
+        """A copy of the slots of some of the sequences, by their order: slots 0, 1, ... of the copy."""
+        mine = self.slot_N[sequences]
+        pools = {f.name: getattr(self, f.name)[mine] for f in fields(self) if f.name != "slot_N"}  # type: ignore[arg-type]
+        return replace(self, **pools, slot_N=torch.arange(len(mine), device=mine.device))  # type: ignore[type-var]
+
+    def words(self) -> str:
+        return "a slot a sequence"
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class KeyValues(_Rows):
+    """What attention reads: keys and values [T, G, E] in row order, or [P, page, G, E] behind a page table [N, B] (int32)."""
+
+    k: Tensor
+    v: Tensor
+    page_table_NB: Tensor | None = None
+
+    def words(self) -> str:
+        return "packed keys" if self.packed else f"keys in pages of {self.k.shape[1]}"
+
+
+@dataclass(frozen=True)
+class TokenRows(_Rows):
+    """One row a token: [R, E] in row order, or [P, page, E] behind a page table [N, B] (int32)."""
+
+    rows: Tensor
+    page_table_NB: Tensor | None = None
+
+    def of(self, n: int, first: int, last: int, length: int) -> Tensor:
+        """[length, E] of sequence n, whose rows first .. last are being pushed."""
+        if self.page_table_NB is None:
+            return self.rows[first:last]
+        return self.rows[self.page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[:length]
+
+    def words(self) -> str:
+        return "packed" if self.packed else f"tokens in pages of {self.rows.shape[1]}"
+
+
+@dataclass(frozen=True)
+class DeltaState(_Slots):
+    """One layer's pools, and the slots of the sequences now being pushed. J: the rows of the live chunk; S: slots.
+
+    start_SVKE    FP32, the state at the live chunk's start
+    image_SVKE    the program's dtype, `start` rounded: what rows read
+    k_SHJK, v_SVJE, u_SVJE   the program's dtype, rows of the live chunk
+    beta_SVJ      FP32
+    decay_SVJ     FP32, running sum of log-decay inside the chunk
+    inverse_SVJJ  FP32, rows of the chunk's unit triangular inverse
+    slot_N        int64, the slot of each sequence
+    """
+
+    start_SVKE: Tensor
+    image_SVKE: Tensor
+    k_SHJK: Tensor
+    v_SVJE: Tensor
+    u_SVJE: Tensor
+    beta_SVJ: Tensor
+    decay_SVJ: Tensor
+    inverse_SVJJ: Tensor
+    slot_N: Tensor
+
+
+@dataclass(frozen=True)
+class ConvCarry(_Slots):
+    """One layer's last rows before the convolution, oldest first, [S, W, channels], and the slots being pushed (int64)."""
+
+    rows_SWC: Tensor
+    slot_N: Tensor
+
+
+@dataclass(frozen=True)
+class PackedDelta(_Record):
+    """Training: whole documents, or a rank's part of them cut on the grid of chunks.
+
+    initial_NVKE  FP32, the state before each document's first row; None: zero
+    carry_NWC     the rows before the convolution that come before each document's first row; None: zero
+    """
+
+    initial_NVKE: Tensor | None = None
+    carry_NWC: Tensor | None = None
+    packed = True
+    takes_push = True
+    changes = False
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        return self.of_sequences(slice(n, n + 1))
+
+    def of_sequences(self, sequences: slice = slice(None)) -> Self:
+        """A copy of what stands before some of the documents."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: None if part is None else _copy(part[sequences]) for name, part in parts.items()})
+
+    def words(self) -> str:
+        return "whole documents"
