@@ -127,7 +127,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0: all")] = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int = 0,
+    seed: Annotated[int | None, typer.Option(help="of the draws, which it repeats; fresh ones by default, named in the records")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")] = False,
     device: Device = None,
     json_file: Json = None,

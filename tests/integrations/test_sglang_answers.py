@@ -65,10 +65,24 @@ def test_record_of_an_answer() -> None:
 
 def test_a_record_says_when_its_request_was_to_end() -> None:
     """SGLang's defaults where nothing was sent; of what was sent, everything that the record's reader checks."""
-    sent = {"max_new_tokens": 2, "stop_token_ids": [7, 4], "ignore_eos": True}
+    sent = {"max_new_tokens": 2, "stop_token_ids": [7, 4]}
     made = record(answered(), PROMPT, sent, PRINTED)
-    assert (made.sampling.max_new_tokens, made.sampling.stop_token_ids, made.sampling.ignore_eos) == (2, (7, 4), True)
+    assert (made.sampling.max_new_tokens, made.sampling.stop_token_ids, made.sampling.ignore_eos) == (2, (7, 4), False)
+    through = record(answered(), PROMPT, {**sent, "ignore_eos": True}, PRINTED)  # SGLang then passes over those that were sent too
+    assert (through.sampling.stop_token_ids, through.sampling.ignore_eos) == ((), True)
     assert [record(answered(), PROMPT, s, PRINTED).sampling.max_new_tokens for s in ({}, {"max_new_tokens": None})] == [128, 1 << 30]
+
+
+def test_a_record_names_the_token_that_ended_it() -> None:
+    """The model's own end tokens were not sent; a stop string is no token."""
+    last = record(answered(), PROMPT, {}, PRINTED).output_ids[-1]
+    ended = record(answered(finish_reason={"type": "stop", "matched": last}), PROMPT, {"stop_token_ids": [4]}, PRINTED)
+    assert ended.finish_reason == "stop" and ended.sampling.stop_token_ids == (4, last)
+    assert Completion.from_dict(ended.to_dict()) == ended
+    text = record(answered(finish_reason={"type": "stop", "matched": "</answer>"}), PROMPT, {}, PRINTED)
+    assert text.finish_reason == "text" and Completion.from_dict(text.to_dict()) == text
+    with pytest.raises(ValueError, match=f"answer abc was ended by token {last + 1}, its last one is {last}"):
+        record(answered(finish_reason={"type": "stop", "matched": last + 1}), PROMPT, {}, PRINTED)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +177,7 @@ def test_record_takes_each_samples_own_seed() -> None:
         (answered(id=7), "answer's id is 7, it must be a str"),
         (answered(completion_tokens="2"), "completion_tokens is '2', it must be a number of tokens"),
         (answered(prompt_tokens=None), "prompt_tokens is None, it must be a number of tokens"),
-        (answered(finish_reason={"type": "sleep"}), "finish_reason 'sleep' is not one of stop, length, abort"),
+        (answered(finish_reason={"type": "sleep"}), "finish_reason 'sleep' is not one of stop, length, text, abort"),
         (answered(finish_reason=[]), "finish_reason"),
         (answered(output_token_logprobs=[-0.5, -0.25]), "it must hold a log-probability with its token id"),
         (answered(output_token_logprobs=7), "output_token_logprobs is 7, it must be a list"),

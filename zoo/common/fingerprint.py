@@ -20,6 +20,7 @@ from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import head_shapes
 from zoo.common.program import Program
+from zoo.common.sampling import shown
 
 PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
 
@@ -52,9 +53,18 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
+        """The inverse of `to_dict`. ValueError for other fields, or parts that are no dictionaries of text."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"a fingerprint is a dictionary, not {shown(fields)}")
         names = set(cls.__dataclass_fields__)
         if set(fields) != names:
-            raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {sorted(fields)}")
+            raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {sorted(map(shown, fields))}")
+        if not isinstance(fields["weights"], str):
+            raise ValueError(f"a fingerprint's weights are text, not {shown(fields['weights'])}")
+        for name in sorted(names - {"weights"}):
+            part = fields[name]
+            if not isinstance(part, dict) or not all(isinstance(text, str) for line in part.items() for text in line):
+                raise ValueError(f"a fingerprint's {name} is a dictionary of text, not {shown(part)}")
         return cls(**fields)
 
 

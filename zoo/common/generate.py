@@ -16,7 +16,7 @@ from zoo.common.engine import Completion, Engine
 from zoo.common.engine.engine import MAX_BATCH
 from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
-from zoo.common.sampling import SamplingParams
+from zoo.common.sampling import SamplingParams, seed_of_sample
 from zoo.common.serving import ForServing
 
 
@@ -41,7 +41,7 @@ def generate_command(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     ignore_eos: bool = False,
     prompt_log_probs: bool = False,
     device: torch.device | str | None = None,
@@ -50,7 +50,8 @@ def generate_command(
     json: str | Path | None = None,
     progress: bool = False,
 ) -> list[Generation]:
-    """Draws a continuation of each prompt. Prompt n has the seed `seed + n`, so that equal prompts differ.
+    """Draws a continuation of each prompt. Prompt n has the seed `seed_of_sample(seed, n)`, so that equal prompts differ; fresh ones
+    without a seed. The records name them.
 
     `json` names a file for {"checkpoint", "fingerprint", "generations": [{"prompt", "text", "completion"}]}, written when all
     are done. The engine has its default memory and as many slots as there are prompts, up to its own number. ValueError in one
@@ -64,7 +65,7 @@ def generate_command(
         if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
             raise ValueError(f"a prompt must be text in valid UTF-8, not {text!r:.40}")
     params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos)
-    each = [replace(params, seed=(seed + n) % (1 << 64)) for n in range(len(texts))]
+    each = [params if params.seed is None else replace(params, seed=seed_of_sample(params.seed, n)) for n in range(len(texts))]
     tokenizer = read_tokenizer(locate(checkpoint, revision))
     ids = [tokenizer.encode(text).ids for text in texts]
     model = zoo.load(checkpoint, "serving", device=device, dtype=dtype, revision=revision)

@@ -22,7 +22,7 @@ import torch
 from zoo.common.files import check_parents, write_file
 from zoo.common.ops.contract import CONTRACTS, Contract, choices_changed
 
-FOLDER = Path.home() / ".cache" / "aligned-zoo" / "qualification"
+FOLDER = "~/.cache/aligned-zoo/qualification"
 FORMAT = 1
 
 
@@ -71,7 +71,7 @@ def in_use() -> Path | None:
 
 
 def path_for_this_machine() -> Path:
-    """~/.cache/aligned-zoo/qualification/<gpu>-<hash of the toolchain>.json, or what `use` named."""
+    """~/.cache/aligned-zoo/qualification/<gpu>-<hash of the toolchain>.json, or what `use` named. ValueError without a home."""
     if _where.path is not None:
         return _where.path
     from zoo.common.fingerprint import toolchain
@@ -79,7 +79,13 @@ def path_for_this_machine() -> Path:
     versions = toolchain(torch.device("cuda"))
     digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:12]
     gpu = re.sub(r"[^a-z0-9]+", "-", versions["gpu"].lower()).strip("-")
-    return FOLDER / f"{gpu}-{digest}.json"
+    if not _has_home():
+        raise ValueError(f"there is no home folder for {FOLDER}: set HOME, or name a store")
+    return Path(FOLDER).expanduser() / f"{gpu}-{digest}.json"
+
+
+def _has_home() -> bool:
+    return os.path.expanduser(FOLDER) != FOLDER
 
 
 def read(path: Path) -> list[Verdict]:
@@ -120,7 +126,7 @@ def write(path: Path, verdicts: Iterable[Verdict], about: dict[str, Any]) -> Non
 
 @functools.cache
 def _verdicts() -> dict[tuple[str, str, tuple[int, ...]], Verdict]:
-    if _where.path is None and not torch.cuda.is_available():
+    if _where.path is None and not (torch.cuda.is_available() and _has_home()):
         return {}
     return {(v.op, v.provider, v.shape): v for v in read(path_for_this_machine())}
 

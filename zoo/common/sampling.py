@@ -6,9 +6,11 @@ Nothing here makes a number of the model; `zoo.common.ops.sample` does, from a `
 from __future__ import annotations
 
 import hashlib
-import sys
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral, Real
+from reprlib import Repr
 from typing import Any
 
 import torch
@@ -18,6 +20,11 @@ from zoo.common.ops.sample import MASS_ONE, NO_CUT, Drawn, sample, score_filtere
 
 __all__ = ["MASS_ONE", "NO_CUT", "Drawn", "RowSampling", "SamplingParams", "sample", "score_filtered", "seed_of_sample", "support"]
 
+_clipping = Repr()  # a message shows the beginning of a large value
+_clipping.maxlong = _clipping.maxstring = _clipping.maxother = 60
+shown = _clipping.repr
+
+SEEDS = 1 << 64
 # outside of these the FP32 reciprocal would not be a useful scale
 TEMPERATURES = (1e-5, 1e5)
 
@@ -30,18 +37,19 @@ class SamplingParams:
     top_k           tokens kept at most, by descending logit, lower id first; 0 or -1: all
     top_p           a token stays while the mass before it is at most top_p; in (0, 1], 1 keeps all
     min_p           a token stays if its probability is at least min_p times the largest; in [0, 1]
-    seed            0 .. 2^64 - 1; requests that share seed and positions share their noise: give samples of one prompt several
+    seed            0 .. 2^64 - 1, the noise of all draws together with their positions; None: an engine gives every sample a fresh one
+                    and records it (greedy draws need none), so a group of samples of one prompt is no group of clones
     max_new_tokens  at least 1
     stop_token_ids  ids that end the request, besides the model's end-of-sequence ids unless ignore_eos
 
-    ValueError, naming the number, for anything else.
+    Numbers may be numpy's; they become Python's. ValueError, naming the number, for anything else.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -50,14 +58,17 @@ class SamplingParams:
         low, high = TEMPERATURES
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            # an integer may be too large for a float
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                raise ValueError(f"{name} must be a finite number, not {value!r:.40}")
-            object.__setattr__(self, name, float(value))
+            number = _finite(value)
+            if number is None:
+                raise ValueError(f"{name} must be a finite number, not {shown(value)}")
+            object.__setattr__(self, name, number)
         for name, least in (("top_k", -1), ("seed", 0), ("max_new_tokens", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+            if name == "seed" and value is None:
+                continue
+            if not is_whole(value) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
+            object.__setattr__(self, name, int(value))
         if self.temperature != 0.0 and not low <= self.temperature <= high:
             raise ValueError(f"temperature must be 0 (greedy) or between {low:g} and {high:g}, not {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
@@ -65,17 +76,18 @@ class SamplingParams:
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be between 0 and 1, not {self.min_p!r}")
         if self.top_k >= 1 << 63:
-            raise ValueError(f"top_k must be below 2^63 = {1 << 63}, not {self.top_k}")
-        if self.seed >= 1 << 64:
-            raise ValueError(f"seed must be below 2^64 = {1 << 64}, not {self.seed}")
+            raise ValueError(f"top_k must be below 2^63 = {1 << 63}, not {shown(self.top_k)}")
+        if self.seed is not None and self.seed >= SEEDS:
+            raise ValueError(f"seed must be below 2^64 = {SEEDS}, not {shown(self.seed)}")
         if not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids must be a sequence of token ids, not {self.stop_token_ids!r:.40}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ValueError(f"stop_token_ids must be integers of at least 0, not {token!r}")
+            raise ValueError(f"stop_token_ids must be a sequence of token ids, not {shown(self.stop_token_ids)}")
+        tokens = tuple(self.stop_token_ids)
+        for token in tokens:
+            if not is_whole(token) or token < 0:
+                raise ValueError(f"stop_token_ids must be integers of at least 0, not {shown(token)}")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, tokens)))
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+            raise ValueError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
 
     @property
     def is_greedy(self) -> bool:
@@ -117,8 +129,24 @@ class SamplingParams:
         """The inverse of `to_dict`; absent fields take their defaults, ValueError for a name that is no field."""
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
-            raise ValueError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+            raise ValueError(f"SamplingParams has no {', '.join(sorted(map(shown, unknown)))}")
         return cls(**values)
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer, Python's or numpy's, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> float | None:
+    """A number, Python's or numpy's, as a float; None for anything else, an infinity, a NaN and an integer too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def seed_of_sample(seed: int, index: int) -> int:
@@ -139,11 +167,12 @@ class RowSampling:
     top_k_R                int64, NO_CUT: all
     mass_limit_R           int64, top_p in fixed point (`SamplingParams.mass_limit`)
     min_p_R                FP32
-    seed_R                 int64, the bits of the unsigned seed
+    seed_R                 int64, the bits of the unsigned seed; 0 where there is none
     position_R             int64, index in its sequence of the token to be drawn (the row's own position plus one)
     greedy_R               bool
     scales, filters        host bounds: False promises that no row has a temperature other than 1, or a filter. They choose which
                            kernels are launched, never a byte; a captured graph's hold for every batch that it will serve
+    seeded                 False: a row that is not greedy has no seed, so the rows can score tokens and draw none
     """
 
     inverse_temperature_R: Tensor
@@ -155,6 +184,7 @@ class RowSampling:
     greedy_R: Tensor
     scales: bool = True
     filters: bool = True
+    seeded: bool = True
 
     @property
     def count(self) -> int:
@@ -174,11 +204,12 @@ class RowSampling:
             column([p.top_k if p.filters and p.top_k > 0 else NO_CUT for p in params], torch.int64),
             column([p.mass_limit for p in params], torch.int64),
             column([p.min_p if p.filters else 0.0 for p in params], torch.float32),
-            column([p.seed - (1 << 64) if p.seed >= 1 << 63 else p.seed for p in params], torch.int64),
+            column([seed - SEEDS if seed >= 1 << 63 else seed for seed in (p.seed or 0 for p in params)], torch.int64),
             torch.as_tensor(positions_R, dtype=torch.int64).to(device),
             column([p.is_greedy for p in params], torch.bool),
             scales=any(p.scales for p in params),
             filters=any(p.filters for p in params),
+            seeded=all(p.is_greedy or p.seed is not None for p in params),
         )
 
     @classmethod
@@ -203,6 +234,8 @@ class RowSampling:
             raise ValueError(f"{rows.count} rows do not fit into a buffer of {self.count}")
         if rows.filters > self.filters or rows.scales > self.scales:
             raise ValueError("the buffer was built without filters or temperature, the rows have them")
+        if not rows.seeded:
+            raise ValueError("the buffer is drawn from, and one of the rows has no seed")
         for mine, theirs in zip(self.tensors(), rows.tensors(), strict=True):
             mine[: rows.count].copy_(theirs)
         return self

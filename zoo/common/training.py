@@ -119,7 +119,7 @@ class ForRL(Pretrained, nn.Module):
             keep = _kept(input_ids, attention_mask)
             ids_R = input_ids[keep]
             starts = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
-        rows = self._rows(ids_R, starts)
+        rows = self.packed_rows(ids_R, starts)
         hidden_RD = self.hidden_rows(ids_R, rows)
         loss = None
         if labels is not None:
@@ -165,7 +165,7 @@ class ForRL(Pretrained, nn.Module):
         """
         if isinstance(top_k, bool) or not isinstance(top_k, int):
             raise ValueError(f"top_k must be an integer, not {top_k!r:.40}")
-        rows = self._rows(input_ids, cu_seqlens)
+        rows = self.packed_rows(input_ids, cu_seqlens)
         hidden_RD = self.hidden_rows(input_ids, rows)
         scored_R = torch.ones_like(input_ids, dtype=torch.bool)
         if target_ids is None:
@@ -197,7 +197,8 @@ class ForRL(Pretrained, nn.Module):
         """FP32 logits [R, V] of final rows, differentiable."""
         return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)
 
-    def _rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
+    def packed_rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
+        """The rows of packed documents. ValueError for what `score` refuses of them."""
         check_integers("input_ids", ids_R)
         if ids_R.dim() != 1:
             raise ValueError(f"input_ids must be packed rows [R], not {list(ids_R.shape)}")

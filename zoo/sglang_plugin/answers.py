@@ -28,6 +28,7 @@ class Answer:
 
     drawn_by          the weights of each token; None where there are none such
     prompt_log_probs  None unless the whole prompt was scored
+    ended_by          the token that ended it, which the model's own end tokens decide too; None for any other finish_reason than "stop"
     seed              the one that drew
     """
 
@@ -38,6 +39,7 @@ class Answer:
     drawn_by: tuple[str | None, ...]
     prompt_log_probs: tuple[float, ...] | None
     finish_reason: str
+    ended_by: int | None
     seed: int
 
 
@@ -72,6 +74,7 @@ def read_answer(answer: Any, prompt_ids: Sequence[int], sampling: dict[str, Any]
     for weights in drawn_by:
         if weights is not None and not isinstance(weights, str):
             raise ValueError(f"{WEIGHTS} holds {weights!r:.40}, it must name weights")
+    reason, ended_by = _reason(meta, name, output_ids[-1])
     return Answer(
         request_id=name,
         output_ids=output_ids,
@@ -79,7 +82,8 @@ def read_answer(answer: Any, prompt_ids: Sequence[int], sampling: dict[str, Any]
         filtered_log_probs=tuple(_log_prob(value, FILTERED) for value in filtered),
         drawn_by=tuple(drawn_by),
         prompt_log_probs=_prompt_log_probs(meta, name, prompt_ids),
-        finish_reason=_reason(meta),
+        finish_reason=reason,
+        ended_by=ended_by,
         seed=_seed(meta, name, prompt_ids, sampling),
     )
 
@@ -206,12 +210,20 @@ def _log_prob(value: Any, column: str) -> float:
     return float(value)
 
 
-def _reason(meta: dict[str, Any]) -> str:
+def _reason(meta: dict[str, Any], name: str, last: int) -> tuple[str, int | None]:
+    """Why a record's request ended, and the token that ended it: SGLang says "stop" for a stop string too, which is no token."""
     said = meta["finish_reason"]
     reason = said.get("type") if isinstance(said, dict) else said
     if reason not in REASONS:
         raise ValueError(f"finish_reason {reason!r:.40} is not one of {', '.join(REASONS)}")
-    return str(reason)
+    if reason != "stop":
+        return str(reason), None
+    matched = said.get("matched") if isinstance(said, dict) else None
+    if type(matched) is not int:
+        return "text", None
+    if matched != last:
+        raise ValueError(f"answer {name} was ended by token {matched}, its last one is {last}")
+    return "stop", matched
 
 
 def _prompt_log_probs(meta: dict[str, Any], name: str, prompt_ids: Sequence[int]) -> tuple[float, ...] | None:

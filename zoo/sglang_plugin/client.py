@@ -150,7 +150,7 @@ def record(answer: dict[str, Any], prompt_ids: Sequence[int], sampling: dict[str
         log_probs=found.log_probs,
         filtered_log_probs=found.filtered_log_probs,
         prompt_log_probs=found.prompt_log_probs,
-        sampling=replace(sampling_params(sampling, found.seed), seed=found.seed, **ending(sampling)),
+        sampling=replace(sampling_params(sampling, found.seed), seed=found.seed, **ending(sampling, found.ended_by)),
         versions=(printed.weights,) * (len(ids) + len(found.output_ids) - 1),
         exact=True,
         finish_reason=found.finish_reason,

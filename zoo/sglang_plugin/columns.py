@@ -107,7 +107,9 @@ def joined(left: RowSampling, right: RowSampling) -> RowSampling:
         for field in dataclasses.fields(RowSampling)
         if field.name.endswith("_R")
     }
-    return RowSampling(**columns, scales=left.scales or right.scales, filters=left.filters or right.filters)
+    return RowSampling(
+        **columns, scales=left.scales or right.scales, filters=left.filters or right.filters, seeded=left.seeded and right.seeded
+    )
 
 
 def on_device(column: Tensor, device: torch.device | str) -> Tensor:

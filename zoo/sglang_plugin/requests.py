@@ -72,16 +72,20 @@ def sampling_params(given: Any, seed: int | None = None) -> SamplingParams:
     )
 
 
-def ending(given: dict[str, Any]) -> dict[str, Any]:
+def ending(given: dict[str, Any], ended_by: int | None = None) -> dict[str, Any]:
     """Fields of the zoo's parameters that say when a request ends, from SGLang's, for its record: SGLang itself ends it.
 
-    A request that names no max_new_tokens gets SGLang's default, one that says None as many as its context holds.
+    ended_by  the token that ended it, where one did: the model's own end tokens are not among what was sent
+    Under ignore_eos SGLang passes over every stop token. A request that names no max_new_tokens gets SGLang's default, one that says
+    None as many as its context holds.
     """
     most = given.get("max_new_tokens", SGLANGS_MOST)
+    ignore_eos = given.get("ignore_eos") or False
+    ends = () if ignore_eos else given.get("stop_token_ids") or ()
     return {
         "max_new_tokens": UNBOUNDED if most is None else most,
-        "stop_token_ids": tuple(given.get("stop_token_ids") or ()),
-        "ignore_eos": given.get("ignore_eos") or False,
+        "stop_token_ids": tuple(dict.fromkeys(ends if ended_by is None else (*ends, ended_by))),
+        "ignore_eos": ignore_eos,
     }
 
 

@@ -48,7 +48,7 @@ def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device
     moved = {f.name: on_device(getattr(rows, f.name), device) for f in dataclasses.fields(rows) if f.name.endswith("_R")}
     fields = {f.name: getattr(info, f.name) for f in dataclasses.fields(SamplingBatchInfo)}
     bounds = [(p.scales, p.filters) for p in params]
-    return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters), bounds=bounds)
+    return RowsBatchInfo(**fields, rows=RowSampling(**moved, scales=rows.scales, filters=rows.filters, seeded=rows.seeded), bounds=bounds)
 
 
 class RowSampler(stock.Sampler):

@@ -130,7 +130,7 @@ def request(params: SamplingParams) -> dict[str, Any]:
     out: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "ignore_eos": params.ignore_eos}
     if params.filters:
         out |= {"top_k": params.top_k or -1, "top_p": params.top_p, "min_p": params.min_p}
-    if params.seed < SEEDS:
+    if params.seed is not None and params.seed < SEEDS:
         out["sampling_seed"] = params.seed
     return out
 

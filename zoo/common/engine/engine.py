@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
-from dataclasses import dataclass
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from rich.progress import Progress
@@ -15,18 +19,48 @@ from torch import Tensor
 from zoo.common.checkpoint import Checkpoint, check_dtypes
 from zoo.common.config import differences
 from zoo.common.engine.pages import PagePool
-from zoo.common.engine.record import Completion
+from zoo.common.engine.record import Completion, has_nan
 from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
+from zoo.common.memory import ServingMemory
 from zoo.common.rows import check_id
-from zoo.common.sampling import SamplingParams
+from zoo.common.sampling import SEEDS, SamplingParams, hashed_seed, is_whole, seed_of_sample, shown
 from zoo.common.serving import ForServing
 
 PERCENT = 80  # of the memory that is free when the engine starts; the rest is for activations and graphs
 CPU_BYTES = 2 << 30
 MAX_BATCH = 64
 MODES = ("recompute", "keep")
+RELEASED = (2, 1)  # pages and slots of an engine that has handed its memory back: the least that there can be
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def driving(method: Callable[Concatenate[Engine, Arguments], Result]) -> Callable[Concatenate[Engine, Arguments], Result]:
+    """Makes a method of the engine one that changes it: for one thread at a time, and whole or not at all.
+
+    A change that broke off, by Ctrl-C say, left its mark (`Engine._change`). It is mended at once, or, where that was interrupted
+    too, before the next call does anything.
+    """
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            try:
+                self._enter()
+                self._settle()
+                return method(self, *args, **kwargs)
+            except BaseException:
+                self._settle()
+                raise
+            finally:
+                self._leave()
+        finally:
+            self._leave()  # again: the first may have been interrupted before it did anything
+
+    return call
 
 
 @dataclass
@@ -55,13 +89,17 @@ class Engine:
                   where sequences hold state beside their pages (recurrent layers), a prefix is reused up to a snapshot of it:
                   one is taken every so many tokens and at the end of a prompt's last whole chunk; a push ends there
     graphs        decode by CUDA graph, and prefills of up to a chunk, of sequences within one key segment; by default on a GPU
+    seed          where the fresh seeds of samples without one come from: engines with one seed, asked the same, answer the same.
+                  By default the system's randomness
     progress      `run` and `generate` show a bar
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
     ForServing, weights whose writes torch does not count (those that want gradients, for fused optimizers, or were made under
     inference mode), or, where `pages` is left out, no room for a single request's state and page.
 
-    An engine is for one thread: it has no lock, and two threads that drive it at once spoil its requests.
+    An engine is for one thread at a time: a call from a second one while the first is inside is refused (ValueError).
+    Whatever a call is interrupted by, Ctrl-C included, the next one finds every request in a queue and every page free or owned:
+    requests then push their rows again, an `add` or `generate` that broke off has left nothing queued.
 
     Weights that were written or replaced behind the engine are refused at the next step, by identity, address and torch's
     version counter. A write that moves none of them (through `.data`, or by a kernel of yours) can't be seen: call
@@ -79,14 +117,17 @@ class Engine:
         prefix_cache: bool = True,
         snapshot_stride: int = 1024,
         graphs: bool | None = None,
+        seed: int | None = None,
         progress: bool = False,
     ) -> None:
         sizes = {"pages": pages, "page_size": page_size, "max_batch": max_batch, "chunk_rows": chunk_rows}
         for name, value in {**sizes, "snapshot_stride": snapshot_stride}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
+            if value is not None and not is_whole(value):
+                raise ValueError(f"{name} must be an integer, not {shown(value)}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if seed is not None and not (is_whole(seed) and 0 <= seed < SEEDS):
+            raise ValueError(f"seed must be an integer of at least 0 and below 2^64, not {shown(seed)}")
         if not isinstance(prefix_cache, bool):
             raise ValueError(f"prefix_cache must be True or False, not {prefix_cache!r}")
         _check_model(model)
@@ -102,14 +143,17 @@ class Engine:
         if snapshot_stride % memory.grain:
             raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
         self._released = False
+        self._seed = secrets.randbits(64) if seed is None else int(seed)
         self._take_version(model.weights_version, model.fingerprint())
-        pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
-        self.scheduler = Scheduler(memory, pool, self.version, slots, chunk_rows, prefix_cache, snapshot_stride)
+        self.scheduler = Scheduler(memory, _empty_pool(memory), self.version, slots, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs, chunk_rows)
         self._requests: dict[str, Request] = {}
         self._finished: dict[int, Completion] = {}
         self._count = 0
+        self._driver: dict[str, int] = {}
+        self._unfinished: tuple[Request, ...] | None = None
 
+    @driving
     def add(
         self,
         prompt_ids: Sequence[int] | Tensor,
@@ -124,7 +168,8 @@ class Engine:
         position table or all pages, an id in use. While the memory is released the request waits.
         """
         request = self._request(prompt_ids, params, request_id, prompt_log_probs)
-        self._enqueue(request)
+        with self._change(request):
+            self._enqueue(request)
         return request.request_id
 
     @property
@@ -132,6 +177,7 @@ class Engine:
         """Whether a request is still running or waiting."""
         return bool(self._requests)
 
+    @driving
     def step(self) -> list[Completion]:
         """Pushes the next rows, draws tokens, and returns the requests that ended.
 
@@ -142,54 +188,64 @@ class Engine:
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
+    @driving
     def run(self) -> list[Completion]:
         """Steps until nothing is left; completions in the order in which they ended."""
         self._until(list(self._requests.values()))
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
+    @driving
     def generate(
         self,
         prompts: Sequence[Sequence[int] | Tensor],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         prompt_log_probs: bool = False,
     ) -> list[Completion]:
-        """Completions of `prompts`, in their order; `params` one for all or one each. All are checked before one is queued.
+        """Completions of `prompts`, in their order, `n` of each side by side; `params` one for all or one each.
 
-        If a step raises, none of them stays queued.
+        Sample i of a prompt has the seed `seed_of_sample(params.seed, i)`, which is the seed itself for sample 0, or a fresh one where
+        `params` name none. All requests are checked before one is queued. If a step raises, none of them stays queued.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence | Tensor):
-            raise ValueError(f"prompts must be a sequence of prompts, each of them token ids, not {type(prompts).__name__}")
+            raise ValueError(f"prompts must be a sequence of prompts, each of them token ids, not {_kind(prompts)}")
+        if not is_whole(n) or n < 1:
+            raise ValueError(f"n must be an integer of at least 1, not {shown(n)}")
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
-        requests = [self._request(p, s, None, prompt_log_probs, n) for n, (p, s) in enumerate(zip(prompts, each, strict=True))]
-        try:
+        asked = [(prompt, _of_sample(p, i)) for prompt, p in zip(prompts, each, strict=True) for i in range(n)]
+        requests = [self._request(prompt, p, None, prompt_log_probs, ahead) for ahead, (prompt, p) in enumerate(asked)]
+        self._check_ready()
+        with self._change(*requests):
             for request in requests:
                 self._enqueue(request)
             self._until(requests)
-        except BaseException:
+            records = [self._finished[request.order] for request in requests]
             for request in requests:
-                self._finished.pop(request.order, None)
-                if self._requests.get(request.request_id) is request:
-                    self.scheduler.release(request)
-                    del self._requests[request.request_id]
-            raise
-        return [self._finished.pop(request.order) for request in requests]
+                del self._finished[request.order]
+        return records
 
+    @driving
     def abort(self, request_id: str) -> Completion:
         """Ends a request now and returns what it has. ValueError for an id that is not in progress."""
         request = self._find(request_id)
-        self.scheduler.release(request)
-        return self._complete(request, "abort")
+        with self._change():
+            self.scheduler.release(request)
+            record = self._complete(request, "abort")
+        return record
 
+    @driving
     def preempt(self, request_id: str) -> None:
         """Takes a running request's memory; its rows are pushed again later and no byte changes. ValueError for an unknown id."""
         request = self._find(request_id)
         if request in self.scheduler.running:
-            self.scheduler.preempt(request)
+            with self._change():
+                self.scheduler.preempt(request)
 
+    @driving
     def update_weights(
         self,
         weights: Iterable[tuple[str, Tensor]] | str | Path,
@@ -215,43 +271,48 @@ class Engine:
             pairs = weights
         self.model.load_weights(pairs, version)
         found, fingerprint = self.model.weights_version, self.model.fingerprint()
-        if found != self.version:
-            for request in list(self.scheduler.running):
+        with self._change():
+            for request in list(self.scheduler.running) if found != self.version else ():
                 if mode == "recompute":
                     self.scheduler.preempt(request)
                 elif request.computed:
-                    request.exact = request.pure = False
-        self.scheduler.version = found
+                    request.exact = False
+                    request.pure = False
+            self.scheduler.version = found
         addresses = [address for address, _ in self._seen]
         self._take_version(found, fingerprint)  # last: before, a step is refused
         if addresses != [address for address, _ in self._seen]:  # captured graphs read the old ones
             self.runner = Runner(self.model, self.scheduler.memory, self.graphs, self.scheduler.chunk_rows)
         return found
 
+    @driving
     def release_memory(self) -> None:
         """Frees pages, slots, snapshots and graphs, for a trainer on the same GPU. Requests wait and lose no token."""
-        for request in list(self.scheduler.running):
-            self.scheduler.preempt(request)
-        self._released = True
-        self._use_memory(2, 1)
+        with self._change():
+            for request in list(self.scheduler.running):
+                self.scheduler.preempt(request)
+            self._released = True
+            self._use_memory(*RELEASED)
 
+    @driving
     def resume_memory(self) -> None:
         """Takes as many pages and slots as before. Where they do not fit, the memory stays released, and may be resumed later."""
         if self._released:
-            try:
+            with self._change():
                 self._use_memory(self._pages, self.scheduler.max_batch)
-            except BaseException:
-                self._use_memory(2, 1)
-                raise
-            self._released = False
+                self._released = False
 
     def _use_memory(self, pages: int, slots: int) -> None:
-        for owner, name in ((self, "runner"), (self.scheduler, "memory"), (self.scheduler, "pool")):
+        for owner, name in self._held():
             vars(owner).pop(name, None)  # before the next one is made: both may not fit
         memory = self.model.make_memory(pages, self._page_size, slots)
         self.scheduler.memory = memory
-        self.scheduler.pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
+        self.scheduler.pool = _empty_pool(memory)
         self.runner = Runner(self.model, memory, self.graphs, self.scheduler.chunk_rows)
+
+    def _held(self) -> list[tuple[object, str]]:
+        """What stands on the engine's memory: its owner and its name there."""
+        return [(self, "runner"), (self.scheduler, "memory"), (self.scheduler, "pool")]
 
     def fingerprint(self) -> Fingerprint:
         return self._fingerprint
@@ -270,9 +331,9 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
         if request_id is not None and not isinstance(request_id, str):
-            raise ValueError(f"request_id must be text, not {request_id!r}")
+            raise ValueError(f"request_id must be text, not {shown(request_id)}")
         if not isinstance(scores, bool):
-            raise ValueError(f"prompt_log_probs must be True or False, not {scores!r}")
+            raise ValueError(f"prompt_log_probs must be True or False, not {shown(scores)}")
         config, memory = self.model.config, self.scheduler.memory
         tokens = _token_ids(prompt_ids)
         for token in (*tokens, *params.stop_token_ids):
@@ -291,8 +352,12 @@ class Engine:
                 request_id += "+"
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos))
-        return Request(request_id, self._count + ahead, len(tokens), params, scores, ends, tokens)
+        order = self._count + ahead
+        if not params.ignore_eos:
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *config.eos))))
+        if params.seed is None and not params.is_greedy:
+            params = replace(params, seed=hashed_seed("request", self._seed, order))
+        return Request(request_id, order, len(tokens), params, scores, tokens)
 
     def _enqueue(self, request: Request) -> None:
         self._count += 1
@@ -314,7 +379,7 @@ class Engine:
             tuple(request.prompt_log_probs) if request.scores_prompt else None,
             request.params,
             tuple(request.versions),
-            request.exact,
+            request.exact and not has_nan(request.log_probs, request.filtered_log_probs, request.prompt_log_probs),
             reason,
             self._fingerprint,
         )
@@ -337,19 +402,23 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
+        self._check_ready()
+        with self._change():
+            self._push()
+
+    def _check_ready(self) -> None:
+        """ValueError where a step would be refused."""
         if self._released:
             raise ValueError("the engine's memory is released; call resume_memory first")
         if self._written():
             raise ValueError(f"the weights were written since version {self.version}; update_weights([]) takes them over")
-        try:
-            self._push()
-        except BaseException:
-            self._start_over()
-            raise
 
     def _push(self) -> None:
         self.scheduler.admit()
         work = self.scheduler.schedule()
+        if self._requests and not work:  # else `run` would step for ever
+            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            raise RuntimeError(f"{len(self._requests)} requests are in progress and none has a row to push: {running} run, {waiting} wait")
         single = [request for request, _ in work if request.pending == 1]
         chunks = [(request, count) for request, count in work if request.pending > 1]
         drawn = self.runner.push(single, chunks)
@@ -372,18 +441,56 @@ class Engine:
         self.stats.graph_rows += self.runner.replayed
         self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
 
-    def _start_over(self) -> None:
-        """After a step that broke off anywhere: nothing in memory is trusted, so all requests wait and nothing stays cached."""
+    # changes that break off, and threads
+
+    @contextmanager
+    def _change(self, *requests: Request) -> Iterator[None]:
+        """Around every change of requests, queues, pages and memory: the mark is set before it and cleared behind it.
+
+        Where it broke off, `_recover` drops `requests`: their caller learns of none of them.
+        """
+        outer = self._unfinished
+        self._unfinished = (*(outer or ()), *requests)
+        yield
+        self._unfinished = outer
+
+    def _settle(self) -> None:
+        if self._unfinished is not None and self._driver.get("thread") == threading.get_ident():
+            self._recover(self._unfinished)
+
+    def _recover(self, dropped: tuple[Request, ...]) -> None:
+        """After a change that broke off anywhere: nothing in memory is trusted, so all requests wait and nothing stays cached.
+
+        The pool is replaced before anything else, and the mark is cleared last. This may itself break off, and then runs again.
+        """
+        if self._released:
+            self._use_memory(*RELEASED)
+        elif not all(hasattr(owner, name) for owner, name in self._held()):
+            self._use_memory(self._pages, self.scheduler.max_batch)
+        else:
+            self.scheduler.pool = _empty_pool(self.scheduler.memory)
+        for request in dropped:
+            self._finished.pop(request.order, None)
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
         for request in list(self._requests.values()):
             if request.order in self._finished:
                 request.ended = True
                 del self._requests[request.request_id]
             else:
                 request.rewind()
-        memory = self.scheduler.memory
-        pool = PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
-        self.scheduler.start_over(pool, self._requests.values())
+        self.scheduler.start_over(self._requests.values())
         self.stats.preemptions = self.scheduler.preemptions
+        self._unfinished = None
+
+    def _enter(self) -> None:
+        mine = threading.get_ident()
+        if self._driver.setdefault("thread", mine) != mine:
+            raise ValueError("another thread is inside this engine: give each an engine of its own, or let one of them drive it")
+
+    def _leave(self) -> None:
+        if self._driver.get("thread") == threading.get_ident():
+            self._driver.clear()
 
     # weights and memory
 
@@ -440,6 +547,17 @@ class Engine:
         return min(batch * longest + 1, (room - beside - (batch - 1) * slot) // page), batch
 
 
+def _empty_pool(memory: ServingMemory) -> PagePool:
+    return PagePool(memory.pages, memory.slots, memory.page_size, memory.snapshots)
+
+
+def _of_sample(params: SamplingParams | None, index: int) -> SamplingParams | None:
+    """What sample `index` of a prompt is asked: the same under a seed of its own. What is no SamplingParams is refused elsewhere."""
+    if not isinstance(params, SamplingParams) or params.seed is None:
+        return params
+    return replace(params, seed=seed_of_sample(params.seed, index))
+
+
 def _check_model(model: ForServing) -> None:
     if not isinstance(model, ForServing):
         raise ValueError(f"an engine takes a ForServing model, not {type(model).__name__}")
@@ -452,11 +570,13 @@ def _check_model(model: ForServing) -> None:
 
 def _token_ids(prompt_ids: Sequence[int] | Tensor) -> list[int]:
     """A prompt as a list. ValueError for what is no row of integers, or empty."""
-    if isinstance(prompt_ids, Tensor) and prompt_ids.dim() != 1:
-        raise ValueError(f"a prompt must be one row of token ids, not a tensor of shape {list(prompt_ids.shape)}")
+    if isinstance(prompt_ids, Tensor) and (prompt_ids.dim() != 1 or prompt_ids.is_meta or prompt_ids.layout != torch.strided):
+        what = "on meta" if prompt_ids.is_meta else f"of shape {list(prompt_ids.shape)}"
+        what = what if prompt_ids.layout == torch.strided else f"of layout {prompt_ids.layout}"
+        raise ValueError(f"a prompt must be one row of token ids, not a tensor {what}")
     # sets and mappings have no order
     if isinstance(prompt_ids, str | bytes | Set | Mapping) or not hasattr(prompt_ids, "__len__"):
-        raise ValueError(f"a prompt must be a sequence of token ids, not {prompt_ids!r:.40}")
+        raise ValueError(f"a prompt must be a sequence of token ids, not {_kind(prompt_ids)}")
     values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
     if not len(values):
         raise ValueError("the prompt is empty: at least one token must be read before one can be drawn")
@@ -467,5 +587,12 @@ def _token_ids(prompt_ids: Sequence[int] | Tensor) -> list[int]:
                 raise TypeError
             tokens.append(operator.index(token))
         except TypeError:
-            raise ValueError(f"token ids are integers, not {token!r:.40}") from None
+            raise ValueError(f"token ids are integers, not {shown(token)}") from None
     return tokens
+
+
+def _kind(given: object) -> str:
+    """What was given where token ids belong, with a hint where they are inside it: `apply_chat_template` gives such a mapping."""
+    if isinstance(given, Mapping) and "input_ids" in given:
+        return f'a {type(given).__name__}: its ["input_ids"] are the token ids'
+    return shown(given)

@@ -16,6 +16,7 @@ from zoo.common.sampling import SamplingParams
 class Request:
     """One request. `tokens` is the prompt and what was drawn; the first `computed` of them have rows in memory.
 
+    params names its seed and every token that ends it
     nodes  cached pages that the first entries of `pages` are
     pure   every row in memory was pushed by the weights now loaded, so its pages may be shared
     exact, versions, log-probabilities: see Completion
@@ -26,7 +27,6 @@ class Request:
     prompt_length: int
     params: SamplingParams
     scores_prompt: bool
-    ends: frozenset[int]
     tokens: list[int]
     computed: int = 0
     slot: int = 0
@@ -54,24 +54,33 @@ class Request:
                 self.versions[row] = version
 
     def rewind(self) -> None:
-        """Back to the last token that was drawn with all its numbers, no row in memory: a step broke off at any point."""
+        """Back to the last token that was drawn with all its numbers, no row in memory: a step broke off at any point.
+
+        So may this: the count of drawn tokens that everything else is cut to is written first.
+        """
         drawn = len(self.filtered_log_probs)
         del self.tokens[self.prompt_length + drawn :]
         if drawn and self.finish_reason() is not None:  # it had no time to end, so it draws that token again
             drawn -= 1
-            del self.tokens[-1]
-        del self.log_probs[drawn:], self.filtered_log_probs[drawn:]
+        del self.filtered_log_probs[drawn:]
+        del self.log_probs[drawn:]
+        del self.tokens[self.prompt_length + drawn :]
         del self.versions[len(self.tokens) - 1 :]
         del self.prompt_log_probs[len(self.versions) :]
+        self.ended = False
         self.forget()
 
     def forget(self) -> None:
         """It holds nothing any more."""
-        self.computed, self.slot, self.pages, self.nodes, self.pure = 0, 0, [], [], True
+        self.computed = 0
+        self.slot = 0
+        self.pages = []
+        self.nodes = []
+        self.pure = True
 
     def finish_reason(self) -> str | None:
         """Whether the last token ends the request, and why."""
-        if self.tokens[-1] in self.ends:
+        if self.tokens[-1] in self.params.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) - self.prompt_length == self.params.max_new_tokens else None
 
@@ -185,10 +194,12 @@ class Scheduler:
             self.pool.free_slots.append(request.slot)
         request.forget()
 
-    def start_over(self, pool: PagePool, requests: Iterable[Request]) -> None:
-        """All of `requests`, rewound, wait for an empty pool: the old one may have been left in the middle of a change."""
-        self.preemptions += len(self.running)
-        self.pool, self.running, self.waiting = pool, [], sorted(requests, key=_order)
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """All of `requests`, rewound, wait; the pool is a fresh one already."""
+        running = self.running
+        self.running = []
+        self.waiting = sorted(requests, key=_order)
+        self.preemptions += len(running)
 
     def _start(self, request: Request, start: Start) -> None:
         self.waiting.remove(request)

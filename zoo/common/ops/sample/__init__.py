@@ -63,8 +63,10 @@ def support(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Progra
 def sample(logits_RV: Tensor, rows: RowSampling, program: Program) -> Drawn:
     """Draws one token per row from FP32 logits (of `logits`, before any temperature). No host synchronisation, fixed shapes.
 
-    A row with a NaN logit reports NaN log-probabilities.
+    A row with a NaN logit reports NaN log-probabilities. ValueError if a row that is not greedy has no seed.
     """
+    if not rows.seeded:
+        raise ValueError("a token is drawn with its request's seed, and SamplingParams(seed=None) of one of the rows has none")
     scaled = kept = scale_logits(logits_RV, rows)
     lse = kept_lse = log_sum_exp(scaled, program)
     if rows.filters:
