@@ -12,8 +12,8 @@ import torch
 
 import zoo
 from zoo.common.engine import Engine
-from zoo.sglang_plugin.names import FILTERED, STATE, WEIGHTS, WEIGHTS_DIGITS
-from zoo.sglang_plugin.requests import sampling_params
+from zoo.sglang_plugin.names import FILTERED, REQUEST, STATE, WEIGHTS, WEIGHTS_DIGITS
+from zoo.sglang_plugin.requests import prompt_digest, sampling_params
 from zoo.verify.ladder import Ladder, Result
 from zoo.verify.samplers import SGLang, check_engine, request
 from zoo.verify.subject import Settings, build
@@ -39,13 +39,14 @@ class StandIn:
 
     def _answer(self, i: int, ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         rid = f"request-{i}"
-        asked = sampling_params(params, rid)
+        asked = sampling_params(params, seed=i)
         asked = type(asked)(**{**vars(asked), "max_new_tokens": params["max_new_tokens"], "ignore_eos": params["ignore_eos"]})
         [done] = self.engine.generate([ids], [asked])
         scored = [(value, token, None) for value, token in zip(done.log_probs, done.output_ids, strict=True)]
         drawn_by = [version[:WEIGHTS_DIGITS] for version in done.output_versions]
         meta = {"id": rid, "output_token_logprobs": scored, FILTERED: list(done.filtered_log_probs), WEIGHTS: drawn_by}
         meta |= {"prompt_tokens": len(ids), "completion_tokens": len(scored)}
+        meta[REQUEST] = [None] * (len(scored) - 1) + [{"prompt": prompt_digest(ids), "seed": done.sampling.seed}]
         return {"output_ids": list(done.output_ids), "meta_info": {**meta, "finish_reason": {"type": "length"}}}
 
     def get_server_info(self) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def test_parameters_arrive_as_they_were_meant() -> None:
     from zoo.verify.live import PARAMS
 
     for params in PARAMS:
-        found = sampling_params(request(params), "any")
+        found = sampling_params(request(params), seed=0)
         same = ("temperature", "top_k", "top_p", "min_p") if params.seed >> 63 else ("temperature", "top_k", "top_p", "min_p", "seed")
         assert all(vars(found)[name] == vars(params)[name] for name in same), params
 
