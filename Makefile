@@ -1,7 +1,4 @@
-# Two commands do all on a machine with Python >= 3.11, git and make:
-#   make verify   installs into .venv, makes a small Qwen3 checkpoint, climbs the ladder on whatever device there is
-#   make test     runs the tests
-# GPU=0 or GPU=1 overrides the search for a GPU; PYTHON=... names another interpreter.
+# Two commands do all on a machine with Python >= 3.11, git and make: `make verify` and `make test`. `make help` lists the others.
 
 SHELL := /bin/sh
 VENV := .venv
@@ -16,7 +13,16 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 GPU ?= $(shell if [ -e /dev/nvidiactl ] || nvidia-smi -L >/dev/null 2>&1; then echo 1; else echo 0; fi)
 INSTALLED := $(VENV)/.installed-$(if $(filter 1,$(GPU)),gpu,cpu)
 
-.PHONY: install verify test lint clean
+.PHONY: help install verify test lint figures clean
+
+help:
+	@echo "make verify    installs into .venv, makes a small Qwen3 checkpoint, climbs the ladder on whatever device there is"
+	@echo "make test      runs the tests; those that need a GPU join in where there is one"
+	@echo "make install   installs into .venv and does nothing else"
+	@echo "make lint      ruff, mypy and the rules of the house"
+	@echo "make figures   draws docs/idea.svg and docs/cost.svg again, the second from benchmarks/results"
+	@echo "make clean     removes .venv and everything that was built"
+	@echo "GPU=0 or GPU=1 overrides the search for a GPU; PYTHON=python3.12 names another interpreter."
 
 install: $(INSTALLED)
 
@@ -30,6 +36,9 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	@status=0; set -x; $(BIN)/ruff check . || status=1; $(BIN)/ruff format --check . || status=1; $(BIN)/mypy || status=1; exit $$status
+
+figures: $(INSTALLED)
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
