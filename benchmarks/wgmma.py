@@ -78,7 +78,7 @@ class _Registers:
 
     def __init__(self) -> None:
         self.words: dict[int, int | None] = {}
-        self.carries: dict[str, int | None] = {}
+        self.carries: dict[str, int] = {}
         self.dangling: set[int] = set()
         self.rules: dict[str, Callable[[list[str]], tuple[int | None, ...]]] = {
             "UMOV": lambda sources: (self.word(sources[0]),),
@@ -144,31 +144,37 @@ class _Registers:
         return (None,) if None in words else (make(*words),)
 
     def add(self, sources: list[str]) -> tuple[int | None]:
-        """Words plus carries in; a carry's name before the words receives the one out."""
+        """Words plus carries in; a carry's name before the words receives the one out, none where the sum isn't known."""
         names = [source for source in sources if re.fullmatch(r"UP\d", source)]
         words = [self.word(source) for source in sources if not re.fullmatch(r"!?UP[\dT]", source)]
         carried = sources[0] in names
-        into = [self.carries.get(name) for name in (names[1:] if carried else names)]
-        total = None if None in words or None in into else sum(words) + sum(into)
+        into = [self.carries.get(name, 0) for name in (names[1:] if carried else names)]
+        total = None if None in words else sum(words) + sum(into)
         if carried:
-            self.carries[names[0]] = None if total is None else total >> 32
+            self.carries[names[0]] = 0 if total is None else total >> 32
         return (total,)
 
     def add_wide(self, sources: list[str]) -> tuple[int | None, int | None]:
-        values = [self.pair(source) for source in sources]
-        if None in values:
+        """A low word that isn't known is an address: it carries nothing into the high one."""
+        pairs = [self.pair(source) for source in sources]
+        highs = [high for _, high in pairs]
+        if None in highs:
             return None, None
-        total = sum(values)
-        return total & WORD, total >> 32 & WORD
+        lows = [low for low, _ in pairs]
+        total = sum(low or 0 for low in lows) + (sum(highs) << 32)
+        return None if None in lows else total & WORD, total >> 32 & WORD
 
-    def pair(self, source: str) -> int | None:
-        sign = -1 if source.startswith("-UR") else 1
+    def pair(self, source: str) -> tuple[int | None, int | None]:
+        """The words of a register's pair, or of a constant."""
         name = source.lstrip("-")
         if not re.fullmatch(r"UR\d+", name):
-            return self.word(source)
+            value = self.word(source)
+            return value, None if value is None else -(value >> 31)
         low = self.words.get(int(name[2:]))
         high = self.words.get(int(name[2:]) + 1)
-        return None if low is None or high is None else sign * (low | high << 32)
+        if source.startswith("-"):
+            return None if low is None else -low, None if high is None else -high
+        return low, high
 
     def bitwise(self, sources: list[str]) -> tuple[int | None]:
         """A table of eight bits says what becomes of three words' bits."""

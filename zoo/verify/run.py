@@ -14,7 +14,7 @@ from rich.text import Text
 from zoo.common import qualification
 from zoo.common.files import check_file, check_fresh, write_file, written_in_place
 from zoo.common.ops import CONTRACTS
-from zoo.common.program import resolve
+from zoo.common.program import Program, resolve
 from zoo.common.terminal import Terminal
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
@@ -22,6 +22,7 @@ from zoo.verify import report as pages
 from zoo.verify.asked import Asked, check_lengths
 from zoo.verify.ladder import Ladder, Result
 from zoo.verify.outside import KernelReport, put_through_apart
+from zoo.verify.products import Held, all_products, hold
 from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
@@ -167,7 +168,7 @@ def qualify(
     again: bool,
     store: Path | None,
 ) -> bool:
-    """`zoo qualify`; False if an outside kernel fails, breaks a law or computes other numbers or gradients."""
+    """`zoo qualify`; False if an outside kernel fails, breaks a law or computes other numbers or gradients, or a product is wrong."""
     if op is not None and op not in CONTRACTS:
         raise ValueError(f"there is no op {op!r}; there are {', '.join(sorted(CONTRACTS))}")
     if kernel is not None and op is None:
@@ -193,6 +194,7 @@ def qualify(
             config_of(arch, size, None)
         targets = admission.targets_of_sizes(arch, [size] if size is not None else list(sizes(arch)))
     targets = [t for t in targets if op is None or t.op == op]
+    wrong = hold_products(console, program, op)
     with console.status("qualifying"):
         admission.qualify(targets, lambda text: line(console, text), program=program, again=again)
     table = Table(title=f"providers on {torch.cuda.get_device_name()}")
@@ -202,7 +204,18 @@ def qualify(
         table.add_row(str(target), provider, why)
     console.print(table)
     console.print(f"stored in {qualification.path_for_this_machine()}", soft_wrap=True)
-    return True
+    return not wrong
+
+
+def hold_products(console: Terminal, program: Program, op: str | None) -> list[Held]:
+    """Prints what became of our own kernels' products against float64, of one op or of all; the ones that are wrong."""
+    with console.status("products against float64") as status:
+        found = hold(all_products(op), program, status.update)
+    wrong = [held for held in found if not held.right]
+    for held in wrong:
+        line(console, f"wrong product: {held}")
+    line(console, f"{len(found)} products of our kernels against float64, {len(wrong) or 'none'} wrong")
+    return wrong
 
 
 def show_kernel(found: KernelReport, console: Terminal) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import PLACES, Along, Args, Plan, assert_place_law, assert_repeat_law, assert_row_law, rows_at
@@ -48,6 +49,20 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A call of a provider's own functions that reaches one launch of kernels that multiply matrices.
+
+    make  (seed, device, dtype) -> arguments; float64 is for what the results are held against
+    run   makes the results by a provider
+    """
+
+    name: str
+    op: str
+    make: Callable[[int, torch.device | str, torch.dtype], Args]
+    run: Callable[[Provider, Args], Any]
+
+
+@dataclass(frozen=True)
 class Trial:
     """One case's arguments under one program, with outside functions in place of the named ops."""
 
@@ -76,6 +91,12 @@ def cases_of(op: str, program: Program) -> list[Case]:
         raise ValueError(f"op {op!r} has no cases: write {name.replace('.', '/')}.py") from None
     found = [case for case in module.cases(program) if case.runs_on(program.device)]
     return sorted(found, key=lambda case: case.device_sized)
+
+
+def products_of(op: str) -> list[Product]:
+    """The products of an op whose kernels multiply matrices, from `products()` of its cases; none for another op."""
+    module = importlib.import_module(f"zoo.common.ops.{op}.cases")
+    return module.products() if "products" in vars(module) else []
 
 
 def trial(case: Case, program: Program, *, replace: Mapping[str, Callable[..., Any]] | None = None, seed: int = 0) -> Trial:

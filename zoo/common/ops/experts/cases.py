@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from zoo.common.ops.cases import Case, Draw, Trial, row_laws
+from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
 from zoo.testing import Args, assert_fusion_law, assert_shard_law, cut_points
 
@@ -79,3 +80,22 @@ def cases(program: Program) -> list[Case]:
         _case("qwen3-30b-a3b, 64 rows", 64, 2048, 768, 128, 8, device_sized=True),
         _case("qwen3-30b-a3b, 1024 rows", 1024, 2048, 768, 128, 8, device_sized=True),
     ]
+
+
+def products() -> list[Product]:
+    """Every tile of the kernels forward, both backward, at widths of whole steps and at others."""
+
+    def forward(provider: Provider, args: Args) -> Any:
+        return provider.function("forward")(*args.values())
+
+    def backward(provider: Provider, args: Args) -> Any:
+        grad = (args["x_RD"][:, None] * torch.arange(1, 3, device=args["x_RD"].device)[:, None]).to(args["x_RD"].dtype)
+        return provider.function("backward")(grad, *args.values())
+
+    found = []
+    for hidden, inner in ((256, 128), (160, 72)):
+        for run, counts in ((forward, (1, 4, 16, 64, 256, 512)), (backward, (64, 512))):
+            for rows in counts:
+                name = f"{run.__name__}, {rows} rows, {hidden} by {inner}"
+                found.append(Product(name, "experts", _case("", rows, hidden, inner, 8, 2).make, run))
+    return found

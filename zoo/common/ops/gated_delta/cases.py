@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from zoo.common.delta_memory import CHUNK, DeltaMemory
-from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
-from zoo.common.program import Program
+from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
+from zoo.common.ops.contract import Provider
+from zoo.common.program import Program, resolve
 from zoo.common.rows import Rows
 from zoo.testing import (
     Args,
@@ -176,3 +177,39 @@ def cases(program: Program) -> list[Case]:
         _case("qwen3.5-4b, a row at a time", [593, 64], 16, 32, 128, 128, 0.05, ("split",), True),
         _case("qwen3.5-35b-a3b, 4096", [4096], 16, 32, 128, 128, 0.05, ("shard", "repeat"), True),
     ]
+
+
+def products() -> list[Product]:
+    """Every width with every launch of the scan and of a step, forward, backward and into slots."""
+
+    def forward(provider: Provider, args: Args) -> Any:
+        return provider.function("forward")(*(args[name] for name in OPERANDS), None, packed_rows(args))
+
+    def backward(provider: Provider, args: Args) -> Any:
+        grad = args["v_RVE"].roll(1, 0)
+        return provider.function("backward")(grad, None, *(args[name] for name in OPERANDS), None, packed_rows(args))
+
+    def serve(provider: Provider, args: Args) -> Any:
+        """All but each document's last four rows in chunks, then these one by one."""
+
+        def op(*operands: Any, program: Program) -> Any:
+            return provider.function("serve")(*operands)
+
+        lengths = args["lengths"]
+        plan = (tuple(length - 4 for length in lengths), *[(1,) * len(lengths)] * 4)
+        stand_in = Trial(case, resolve("aligned", "cpu", torch.bfloat16), args, {"gated_delta": op})
+        return push(stand_in, args, plan, SlotPlace())["out"]
+
+    found = []
+    for width in (16, 32, 64, 128):
+        for columns in (3000, 6000, 12000):  # of all states of a launch: the scan's shapes reach to 4224 and 8448
+            documents = -(-columns // (16 * width))
+            case = _case("", [130, *[3] * (documents - 1)], 4, 16, width, width, 0.05)
+            found.append(Product(f"forward, {documents} documents, width {width}", "gated_delta", case.make, forward))
+        case = _case("", [130, 65, 3], 2, 4, width, width, 0.05)
+        found.append(Product(f"backward, width {width}", "gated_delta", case.make, backward))
+        for heads in (4, 24):  # a step's shapes reach to 64 heads of all documents
+            # rows 14 to 17, 30 to 33, 62 to 65: a step reads 16, 32 or 64 lanes, and row 63 closes a chunk
+            case = _case("", [18, 34, 66], heads // 2, heads, width, width, 0.05)
+            found.append(Product(f"serve, {heads} heads, width {width}", "gated_delta", case.make, serve))
+    return found

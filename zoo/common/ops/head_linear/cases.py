@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from zoo.common.ops.cases import Case, Draw, Trial, row_laws
+from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
 from zoo.testing import Along, Args, assert_column_law, assert_fusion_law, assert_shard_law, cut_points
 
@@ -64,4 +65,19 @@ def cases(program: Program) -> list[Case]:
             for rows in (1, 257)
             for what, columns, depth in (("queries to latents", 512, 192), ("latents to values", 256, 512))
         ),
+    ]
+
+
+def products() -> list[Product]:
+    """Every tile of the kernel, with both layouts of the weight, at a K of whole steps and at another."""
+
+    def run(provider: Provider, args: Args) -> Any:
+        forward = provider.function("forward")
+        weight = args["weight_HNK"]
+        return forward(args["x_RHK"], weight), forward(args["x_RHK"], weight.transpose(1, 2).contiguous().transpose(1, 2))
+
+    return [
+        Product(f"{rows} rows, K {depth}", "head_linear", _case("", rows, 2, 130, depth).make, run)
+        for rows in (16, 512, 600)
+        for depth in (192, 100)
     ]

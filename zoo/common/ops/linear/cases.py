@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from zoo.common.ops.cases import Case, Draw, Trial, row_laws
+from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
 from zoo.testing import Along, Args, assert_column_law
 
@@ -68,4 +69,16 @@ def cases(program: Program) -> list[Case]:
         _case(f"{name}, {rows} rows", rows, n, k, wide_out="router" in name, device_sized=True)
         for name, n, k in PUBLISHED
         for rows in PUBLISHED_ROWS
+    ]
+
+
+def products() -> list[Product]:
+    """Every tile of the kernel, at a K of whole steps and at another."""
+
+    def run(provider: Provider, args: Args) -> Any:
+        return provider.function("forward")(args["x_RK"], args["weight_NK"], args["x_RK"].dtype, 1)
+
+    shapes = [(rows, columns) for rows, wide in ((16, 16400), (32, 8208), (128, 8208), (512, 4112), (600, 2064)) for columns in (200, wide)]
+    return [
+        Product(f"{rows} rows, {n} columns, K {k}", "linear", _case("", rows, n, k).make, run) for rows, n in shapes for k in (256, 200)
     ]

@@ -10,7 +10,8 @@ from torch import Tensor
 from zoo.common.history import TokenRows
 from zoo.common.latent_memory import PagedLatents
 from zoo.common.ops.attention.cases import PagePlace
-from zoo.common.ops.cases import Case, Documents, Draw, Trial, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, repeat
+from zoo.common.ops.contract import Provider
 from zoo.common.ops.sparse_attention.cases import PLACES, packed_rows, push
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -86,4 +87,17 @@ def cases(program: Program) -> list[Case]:
         _case("no row sees more than it takes", [33, 5], 4, 16, 64, laws=("row", "split", "place", "repeat")),
         _case("glm-5.2, 2100 and 5", [2100, 5], 32, 128, 2048, device_sized=True, laws=("row", "place", "repeat")),
         _case("glm-5.2, 4096", [4096], 32, 128, 2048, device_sized=True, laws=("row", "repeat")),
+    ]
+
+
+def products() -> list[Product]:
+    """Heads of GLM-5.2 and fewer, one step and two over a head's width; whole numbers, whose order has no near ties."""
+
+    def run(provider: Provider, args: Args) -> Any:
+        q, weights, key = (args[name] for name in INPUTS)
+        return provider.function("forward")(q, weights, key, None, packed_rows(args, "q_RHE"), args["top_k"])
+
+    shapes = ((32, 128), (5, 40))
+    return [
+        Product(f"{heads} heads of {width}", "select", _case("", [150, 5], heads, width, 64, "ties").make, run) for heads, width in shapes
     ]

@@ -12,7 +12,8 @@ from torch import Tensor
 from zoo.common.history import TokenRows
 from zoo.common.latent_memory import LatentMemory, PagedLatents
 from zoo.common.ops.attention.cases import PagePlace
-from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
+from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
+from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -161,4 +162,18 @@ def cases(program: Program) -> list[Case]:
         _case("lists of 130", [140], 1, 16, 16, 130, laws=("row", "split", "repeat")),
         _case("glm-5.2, 700 and 5", [700, 5], 64, 576, 512, 2048, laws=("row", "place", "shard", "repeat"), device_sized=True),
         _case("glm-5.2, 4096", [4096], 64, 576, 512, 2048, laws=("row", "repeat"), device_sized=True),
+    ]
+
+
+def products() -> list[Product]:
+    """Widths of GLM-5.2 and narrow ones, over several tiles of a list."""
+
+    def run(provider: Provider, args: Args) -> Any:
+        operands = (args["q_RHC"], args["latent_RC"], None, args["positions_RK"], packed_rows(args, "q_RHC"))
+        return provider.function("forward")(*operands, args["values"], args["scale"])[0]
+
+    shapes = ((32, 576, 512), (3, 40, 32))
+    return [
+        Product(f"{heads} heads of {width}", "sparse_attention", _case("", [80, 5], heads, width, values, 80).make, run)
+        for heads, width, values in shapes
     ]
