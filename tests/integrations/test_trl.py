@@ -231,6 +231,66 @@ class TestFSDP2:
         with pytest.raises(LawBroken):
             assert_same_bytes(model.score(IDS, STARTS), plain.score(IDS, STARTS))
 
+    @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_5", "glm5"])
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [
+            ({"param_dtype": torch.float32}, r"embed.weight is torch.float32, program 'aligned' needs torch.bfloat16"),
+            ({"param_dtype": torch.float16, "cast_forward_inputs": False}, "embed.weight is torch.float16"),
+            ({"param_dtype": torch.float64}, "embed.weight is torch.float64"),
+            ({"output_dtype": torch.bfloat16}, "would cast what the model returns, FP32 .* to torch.bfloat16: shard with a Mixed"),
+            ({"output_dtype": torch.float32}, r"would cast what (the model returns|model\.\S+ hands on).* to torch.float32: shard"),
+            # accelerate's for bf16
+            (dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), torch.bfloat16), "would cast what .* to torch.bfloat16"),
+        ],
+    )
+    def test_a_policy_that_would_move_bytes_is_refused(
+        self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, policy: dict[str, Any], message: str
+    ) -> None:
+        def sharded(layers: MixedPrecisionPolicy, model: MixedPrecisionPolicy) -> Any:
+            made = load(checkpoints(arch))
+            for unit in made.sharding_units():
+                fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), mp_policy=model if unit is made else layers)
+            register_fsdp_forward_method(made, "score")
+            return made
+
+        given, none = MixedPrecisionPolicy(**policy), MixedPrecisionPolicy()
+        calls: tuple[Callable[[Any], object], ...] = (
+            lambda m: m.score(IDS, STARTS),
+            lambda m: m.score(IDS, STARTS, entropy=True),
+            lambda m: m(IDS, cu_seqlens=STARTS, labels=IDS),
+        )
+        for call in calls:
+            with pytest.raises(ValueError, match=message):
+                call(sharded(given, given))
+        # of layers alone: their weights are read, and hand on, what the model's own check can't see
+        if given.param_dtype is not None and given.output_dtype is None:
+            with pytest.raises(ValueError, match=rf"^rms_norm: \w+ is {given.param_dtype}, program 'aligned' reads torch.bfloat16"):
+                sharded(given, none).score(IDS, STARTS)
+        if given.output_dtype == torch.float32:
+            with pytest.raises(ValueError, match=r"would cast what model\.\S+ hands on, to torch.float32"):
+                sharded(given, none).score(IDS, STARTS)
+        assert_same_bytes(sharded(none, none).score(IDS, STARTS), load(checkpoints(arch)).score(IDS, STARTS))
+
+    @pytest.mark.parametrize(
+        ("arch", "message"),
+        [
+            ("qwen3_5", r"delta_gate: a_log_V is torch.bfloat16, program 'aligned' reads torch.float32"),
+            ("glm5", r"biased_route: (bias|logits)_R?X is torch.bfloat16, program 'aligned' reads torch.float32"),
+        ],
+    )
+    @pytest.mark.parametrize("cast_inputs", [True, False])
+    def test_fp32_parameters_under_a_bf16_policy_are_refused(
+        self, checkpoints: Callable[[str], Path], one_rank: None, arch: str, message: str, cast_inputs: bool
+    ) -> None:
+        model = load(checkpoints(arch))
+        for unit in model.sharding_units():
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast_inputs)
+            fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        register_fsdp_forward_method(model, "score")
+        with pytest.raises(ValueError, match=message):
+            model.score(IDS, STARTS)
+
     def test_sharded_weights_are_refused_by_name(self, checkpoints: Callable[[str], Path], one_rank: None, tmp_path: Path) -> None:
         model, whole = load(checkpoints("qwen3")), load(checkpoints("qwen3"))
         weights, version = list(whole.published_tensors()), whole.weights_version

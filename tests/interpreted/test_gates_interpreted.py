@@ -7,6 +7,7 @@ projection leaves them.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_a_strided_pool_is_refused_before_it_advances() -> None:
     """Its rows would be written to other slots and columns."""
     rows, slots = Rows.pushed([2, 3], [9, 5], "cpu"), torch.tensor([1, 2])
     x, weight, wide = torch.randn(rows.count, 8), torch.randn(8, 4), torch.randn(3, 3, 16)
-    program = resolve("aligned", "cuda", torch.bfloat16)
+    program = replace(resolve("aligned", "cuda", torch.bfloat16), dtype="float32")
     before, dense, wanted = wide.clone(), wide[:, :, :8].clone(), wide[:, :, :8].clone()
     message = re.escape("a pool of carried rows must be contiguous, of strides (24, 8, 1), not (48, 16, 1)")
     with pytest.raises(ValueError, match=message):

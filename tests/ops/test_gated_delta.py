@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +28,7 @@ from zoo.testing import Args, LawBroken, assert_same_bytes, gradients
 
 PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
 FP32 = resolve("transformers", "cpu", torch.float32)
+FLOAT64 = replace(FP32, dtype="float64")
 NAMES = [case.name for case in cases_of("gated_delta", PROGRAM)]
 
 
@@ -171,7 +174,7 @@ def test_gradients_against_the_recurrence(lengths: list[int], decay: float) -> N
     args = made(lengths, decay=decay, heads=(2, 6), dtype=torch.float64)
 
     def call(a: Args) -> Tensor:
-        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=FP32)
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=FLOAT64)
 
     found, wanted = gradients(call, args, OPERANDS), gradients(recurrence, args, OPERANDS)
     assert far(found[0], wanted[0]) < 1e-11
@@ -192,7 +195,7 @@ def test_gradients_at_extreme_gates(dtype: torch.dtype, decay: float, beta: floa
     args = made([130, 1, 63], decay=decay, heads=(1, 3), dtype=dtype)
     args["beta_RV"] = torch.full_like(args["beta_RV"], beta)
     assert decay == 0 or (args["log_decay_RV"].exp().min() > 0.999 if decay < 1 else args["log_decay_RV"].median().exp() < 1e-30)
-    program = PROGRAM if dtype == torch.bfloat16 else FP32
+    program = {torch.bfloat16: PROGRAM, torch.float32: FP32, torch.float64: FLOAT64}[dtype]
 
     def call(a: Args) -> Tensor:
         return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program)
@@ -215,7 +218,7 @@ def test_gradients_in_several_passes_over_the_heads(monkeypatch: pytest.MonkeyPa
     args = made([65, 3], heads=(4, 8), dtype=torch.float64)
 
     def call(a: Args) -> Tensor:
-        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=FP32)
+        return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=FLOAT64)
 
     whole = gradients(call, args, OPERANDS)[1]
     monkeypatch.setattr(backward, "BUDGET", 1)
@@ -281,7 +284,7 @@ def test_gradients_through_states(length: int) -> None:
     rows, whole = packed_rows(args), CHUNK * (length // CHUNK)
 
     def call(a: Args) -> Any:
-        return gated_delta_states(*(a[n] for n in OPERANDS), a["initial"], rows, program=FP32)
+        return gated_delta_states(*(a[n] for n in OPERANDS), a["initial"], rows, program=FLOAT64)
 
     def by_token(a: Args) -> Any:
         # the final state, read by unit queries that add nothing: one token with beta 0 for each key column
@@ -382,11 +385,11 @@ def test_written_holds_live_rows_only() -> None:
         (lambda a: {"k_RHK": a["k_RHK"][:, :, :8]}, r"q \(4, 1, 16\) and k \(4, 1, 8\)"),
         (lambda a: {n: a[n].repeat(1, 3, 1) for n in ("q_RHK", "k_RHK")}, "2 value heads are not a multiple of 3"),
         (lambda a: {"beta_RV": a["beta_RV"][:, :1]}, r"beta \(4, 1\)"),
-        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay must be torch.float32, got torch.bfloat16"),
+        (lambda a: {"log_decay_RV": a["log_decay_RV"].bfloat16()}, "log_decay_RV is torch.bfloat16, program 'aligned' reads torch.float32"),
         (lambda a: {n: a[n][:3] for n in ("v_RVE", "log_decay_RV", "beta_RV")}, "q has 4 rows, v 3, there are 4"),
         (lambda a: {n: a[n][:3] for n in OPERANDS}, "q has 3 rows, v 3, there are 4"),
-        (lambda a: {"v_RVE": a["v_RVE"].float()}, "differ in dtype: torch.bfloat16, torch.bfloat16 and torch.float32"),
-        (lambda a: {"k_RHK": a["k_RHK"].float()}, "differ in dtype: torch.bfloat16, torch.float32 and torch.bfloat16"),
+        (lambda a: {"v_RVE": a["v_RVE"].float()}, "v_RVE is torch.float32, program 'aligned' reads torch.bfloat16"),
+        (lambda a: {"k_RHK": a["k_RHK"].float()}, "k_RHK is torch.float32, program 'aligned' reads torch.bfloat16"),
     ],
 )
 def test_bad_input(change: Callable[[Args], Args], message: str) -> None:
@@ -401,11 +404,15 @@ def test_bad_input(change: Callable[[Args], Args], message: str) -> None:
 
 def test_bad_states_and_pools() -> None:
     args = made([4])
-    for states in (torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16).bfloat16(), torch.zeros(1, 2, 16, 16).double()):
-        with pytest.raises(ValueError) as refused:
+    shape = "initial states (2, 2, 16, 16), the rows need (1, 2, 16, 16)"
+    dtype = "initial_NVKE is {}, program 'aligned' reads torch.float32"
+    for states, message in (
+        (torch.zeros(2, 2, 16, 16), shape),
+        (torch.zeros(1, 2, 16, 16).bfloat16(), dtype.format(torch.bfloat16)),
+        (torch.zeros(1, 2, 16, 16).double(), dtype.format(torch.float64)),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"gated_delta: {message}")):
             gated_delta(*(args[n] for n in OPERANDS), PackedDelta(states), packed_rows(args), program=PROGRAM)
-        found = f"initial states {tuple(states.shape)} {states.dtype}, the rows need (1, 2, 16, 16) torch.float32"
-        assert str(refused.value) == f"gated_delta: {found}"
     with pytest.raises(ValueError, match="at least 2 slots"):
         DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from zoo.testing import gradients, tensors
 from zoo.verify.accuracy import promoted
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
+FLOAT64 = replace(ALIGNED, dtype="float64")
 
 # one rounding to BF16 is off by at most 2^-8 of a value; gradients round once ...
 ROUNDED_ONCE = 2.0**-8
@@ -58,8 +60,8 @@ def test_backward_is_the_references_gradient(case: Case) -> None:
     """Closed form against autograd, both float64. On wide data autograd meets inf * 0 in silu's exp(-x): the textbook judges."""
     args = case.make(1, "cpu", torch.float64)
     judge = TEXTBOOK if case.kind == "wide" else REFERENCES
-    _, found = gradients(Trial(case, ALIGNED, args).call, args, case.gradients)
-    _, exact = gradients(Trial(case, ALIGNED, args, judge).call, args, case.gradients)
+    _, found = gradients(Trial(case, FLOAT64, args).call, args, case.gradients)
+    _, exact = gradients(Trial(case, FLOAT64, args, judge).call, args, case.gradients)
     for name in exact:
         error = relative_error(found[name], exact[name])
         assert error <= FLOAT64_BOUND, f"{name}: {error:.1e}"
@@ -70,7 +72,7 @@ def test_bf16_backward_errs_by_its_roundings_only(case: Case) -> None:
     args = case.make(2, "cpu", torch.bfloat16)
     wide = promoted(args)
     _, found = gradients(Trial(case, ALIGNED, args).call, args, case.gradients)
-    _, exact = gradients(Trial(case, ALIGNED, wide).call, wide, case.gradients)
+    _, exact = gradients(Trial(case, FLOAT64, wide).call, wide, case.gradients)
     for name, gradient in found.items():
         assert gradient.dtype == args[name].dtype
         error, bound = relative_error(gradient, exact[name]), BF16_BOUND.get(case.op, ROUNDED_ONCE)
@@ -84,7 +86,7 @@ def test_cuda_backward_errs_by_its_roundings_only(case: Case) -> None:
     cuda = resolve("aligned", "cuda", torch.bfloat16)
     wide, args = promoted(case.make(2, "cpu", torch.bfloat16)), case.make(2, "cuda", torch.bfloat16)
     _, found = gradients(Trial(case, cuda, args).call, args, case.gradients)
-    _, exact = gradients(Trial(case, ALIGNED, wide).call, wide, case.gradients)
+    _, exact = gradients(Trial(case, FLOAT64, wide).call, wide, case.gradients)
     for name in found:
         error = relative_error(found[name].cpu(), exact[name])
         bound = BF16_BOUND.get(case.op, ROUNDED_ONCE) * (2 if case.op == "attention" else 1)
@@ -95,7 +97,7 @@ def _along_a_direction(case: Case, factor: float = 1.0) -> float:
     """|slope by finite differences - gradient . direction| over the gradient's size, for a fixed sum of the outputs."""
     args = case.make(6, "cpu", torch.float64)
     generator, upstream = torch.Generator().manual_seed(7), torch.Generator().manual_seed(0)
-    outputs, found = gradients(Trial(case, ALIGNED, args).call, args, case.gradients)
+    outputs, found = gradients(Trial(case, FLOAT64, args).call, args, case.gradients)
     # each number moves in proportion to itself, so that one step suits all of a wide range
     direction = {name: args[name] * torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in found.items()}
     live = [i for i, (_, t) in enumerate(tensors(outputs)) if t.requires_grad]
@@ -104,7 +106,7 @@ def _along_a_direction(case: Case, factor: float = 1.0) -> float:
 
     def loss(step: float) -> float:
         moved = {**args, **{name: args[name] + step * d for name, d in direction.items()}}
-        values = tensors(Trial(case, ALIGNED, moved).call())
+        values = tensors(Trial(case, FLOAT64, moved).call())
         return sum(float((values[i][1] * w).sum()) for i, w in zip(live, weights, strict=True))
 
     slope, step = sum(float((found[name] * d).sum()) for name, d in direction.items()), 1e-5
@@ -175,7 +177,7 @@ def test_finite_differences(op: str) -> None:
     names = [n for n in case.gradients if args[n] is not None]
 
     def call(*values: Tensor) -> Any:
-        outputs = Trial(case, ALIGNED, args).call({**args, **dict(zip(names, values, strict=True))})
+        outputs = Trial(case, FLOAT64, args).call({**args, **dict(zip(names, values, strict=True))})
         return tuple(t for _, t in tensors(outputs) if t.is_floating_point())
 
     assert torch.autograd.gradcheck(call, [args[n].requires_grad_() for n in names])
@@ -185,7 +187,7 @@ def test_both_routes_renormalise() -> None:
     """gradcheck of the route that keeps plain softmax weights."""
     logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     case = CASES["route", "not renormalised"]
-    assert torch.autograd.gradcheck(lambda x: Trial(case, ALIGNED, {}).op("route")(x, 3, False, program=ALIGNED)[0], [logits])
+    assert torch.autograd.gradcheck(lambda x: Trial(case, FLOAT64, {}).op("route")(x, 3, False, program=FLOAT64)[0], [logits])
 
 
 def _norm_without_mean(x: Tensor, weight: Tensor, eps: float, *, program: Any, zero_centred: bool = False) -> Tensor:
@@ -220,8 +222,8 @@ def test_a_wrong_gradient_is_seen(op: str, name: str, fault: Any) -> None:
     """The controls: right outputs, a term missing in the gradient; even the loose BF16 bound sees it."""
     case = CASES[op, name]
     args = case.make(4, "cpu", torch.float64)
-    _, exact = gradients(Trial(case, ALIGNED, args, REFERENCES).call, args, case.gradients)
-    _, wrong = gradients(Trial(case, ALIGNED, args, {op: fault}).call, args, case.gradients)
+    _, exact = gradients(Trial(case, FLOAT64, args, REFERENCES).call, args, case.gradients)
+    _, wrong = gradients(Trial(case, FLOAT64, args, {op: fault}).call, args, case.gradients)
     assert max(relative_error(wrong[n], exact[n]) for n in exact) > ROUNDED_TWICE
 
 

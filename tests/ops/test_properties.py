@@ -94,7 +94,7 @@ def test_a_chunk_relative_tile_is_found() -> None:
         scaled = program if not shift else replace(program, key_segments=((256, 64),))
         return Trial(case, program, args).op("attention")(q, history, rows, scale, program=scaled)
 
-    t = Trial(case, ALIGNED, args, {"attention": relative})
+    t = Trial(case, replace(ALIGNED, dtype="float32"), args, {"attention": relative})
     pushed = attention.push(t, args, ((7, 100), (0, 30)), attention.PagePlace(64))
     with pytest.raises(AssertionError, match="a schedule"):
         assert_same_bytes(pushed["out"], t.call(), "a schedule")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -94,6 +95,26 @@ class ForRL(Pretrained, nn.Module):
         """
         wide = [m for m in self.modules() if any(p.dtype != self.program.torch_dtype for p in m.parameters(recurse=False))]
         return [*wide, *self.model.get_submodule("layers").children(), self]
+
+    def check_arithmetic(self) -> None:
+        """ValueError too where FSDP2 would cast what a unit hands on, or what the model returns, to another dtype.
+
+        What it casts on the way in, parameters and arguments, each op refuses: this cast alone comes behind the last of them.
+        """
+        super().check_arithmetic()
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import: where nobody did, nothing is sharded
+        if fsdp is None:
+            return
+        for name, unit in self.named_modules():
+            if not isinstance(unit, fsdp.FSDPModule):
+                continue
+            dtype = fsdp.fully_shard.state(unit)._mp_policy.output_dtype
+            if dtype is not None and (unit is self or dtype != self.program.torch_dtype):
+                what = "what the model returns, FP32 log-probabilities among it" if unit is self else f"what {name} hands on"
+                raise ValueError(
+                    f"FSDP2 would cast {what}, to {dtype}: shard with a MixedPrecisionPolicy whose output_dtype is None, "
+                    f"program {self.program.name!r} names its own dtypes"
+                )
 
     @own_dtypes
     def forward(

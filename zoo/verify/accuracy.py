@@ -97,7 +97,7 @@ def misses(case: Case, program: Program, op: str, kernel: Callable[..., Any]) ->
 def reference(case: Case, program: Program) -> list[tuple[str, Tensor]]:
     """The same numbers through the reference in float64, on the CPU; attention in one pass, a GPU's segments are no tiles of it."""
     wide = promoted(case.make(0, "cpu", program.torch_dtype))
-    return tensors(Trial(case, replace(program, device="cpu", key_segments=()), wide).call())
+    return tensors(Trial(case, replace(program, device="cpu", dtype="float64", key_segments=()), wide).call())
 
 
 def _words(kinds: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> str:

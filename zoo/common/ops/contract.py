@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from zoo.common.program import Program
 
 LAWS = ("row", "column", "split", "place", "shard", "fusion", "repeat")
+
+# What an op may be given, in terms of the program.
+PROGRAM = "the program's dtype"
+WIDE = "float32, or the program's dtype if that is wider"
+EITHER = "the program's dtype, or float32"
+FLOAT32 = "float32"
+INTEGERS = "int32 or int64"
+READS = (PROGRAM, WIDE, EITHER, FLOAT32, INTEGERS)
 
 
 def always(*_: int) -> bool:
@@ -57,11 +66,17 @@ class Provider:
 
 @dataclass(frozen=True)
 class Contract:
-    """The promise of an op, in words that `zoo map` prints, and its providers."""
+    """The promise of an op, in words that `zoo map` prints, and its providers.
+
+    reads   the dtype of every tensor argument, one of READS by the argument's name (`history.k`: an attribute of an argument).
+            `observed` holds every call against it, since a parameter may be cast between a model's check and the op: by a
+            mixed-precision policy
+    """
 
     name: str
     version: int
     shapes: str
+    reads: Mapping[str, str]
     rounds: str
     adds: str
     laws: tuple[str, ...]
@@ -72,6 +87,7 @@ class Contract:
     def __post_init__(self) -> None:
         unknown = set(self.laws) - set(LAWS)
         assert not unknown, f"{self.name} claims unknown laws {sorted(unknown)}"
+        assert set(self.reads.values()) <= set(READS), f"{self.name} reads unknown dtypes: {self.reads}"
         CONTRACTS[self.name] = self
 
     def provider(self, program: Program, shape: tuple[int, ...] = ()) -> Provider:
@@ -121,10 +137,67 @@ _observers: list[Callable[[Contract, dict[str, Any], Any], None]] = []
 _before: list[Before] = []
 
 
-def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets `watch` see every call of an op: its contract, arguments and result."""
+class _Read(NamedTuple):
+    """One tensor that an op is given: its argument's name and place, an attribute of it if that holds the tensor, what it may be."""
+
+    name: str
+    place: int
+    attribute: str
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _reads(contract: Contract, parameters: Mapping[str, inspect.Parameter], dtype: torch.dtype) -> tuple[_Read, ...]:
+    """What a function of the contract with these parameters reads, in a program of this dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    allowed = {
+        PROGRAM: (dtype,),
+        WIDE: (wide,),
+        EITHER: (dtype, wide),
+        FLOAT32: (torch.float32,),
+        INTEGERS: (torch.int64, torch.int32),
+    }
+    places = {name: place for place, name in enumerate(parameters)}
+    split = ((*path.partition("."), kind) for path, kind in contract.reads.items())
+    return tuple(_Read(name, places[name], attribute, allowed[kind]) for name, _, attribute, kind in split if name in places)
+
+
+def checked(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function of an op be called with what its contract reads alone: ValueError for a tensor of another dtype."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(function).parameters
+        tensors = {name for name, parameter in parameters.items() if "Tensor" in str(parameter.annotation)}
+        unnamed = tensors - set(contract.reads)
+        assert not unnamed, f"{contract.name} reads {sorted(unnamed)} of {function.__name__} in no dtype"
+        program_place = list(parameters).index("program")
+        reads = functools.cache(functools.partial(_reads, contract, parameters))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            program: Program = kwargs["program"] if "program" in kwargs else args[program_place]
+            for name, place, attribute, dtypes in reads(program.torch_dtype):
+                given = args[place] if place < len(args) else kwargs.get(name)
+                if attribute:
+                    given = getattr(given, attribute)
+                if given is not None and given.dtype not in dtypes:
+                    wanted = " or ".join(map(str, dict.fromkeys(dtypes)))
+                    raise ValueError(
+                        f"{contract.name}: {name} is {given.dtype}, program {program.name!r} reads {wanted} there: "
+                        "nothing may cast it on its way, no mixed-precision policy either"
+                    )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets `watch` see every call of an op: its contract, arguments and result. What the contract doesn't read is refused before."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = checked(contract)(function)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for look in _before:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.common.history import KeyValues
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -20,6 +20,7 @@ CONTRACT = Contract(
     name="attention",
     version=2,
     shapes="q_RHE, keys and values packed [R, G, E] or paged [P, page, G, E] with a page table -> o_RHE; H a multiple of G",
+    reads={"q_RHE": PROGRAM, "history.k": PROGRAM, "history.v": PROGRAM},
     rounds="probabilities to the program's dtype before the product with values; the output once; with key segments each segment's "
     "output too, before the left-to-right merge in FP32",
     adds="key tiles in one fixed direction inside a segment (FA4: downwards; reference: upwards), segments left to right (FA4: times "

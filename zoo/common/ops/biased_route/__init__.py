@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -15,6 +14,7 @@ CONTRACT = Contract(
     version=1,
     shapes="logits_RX and bias_X in FP32 -> weights_RK in FP32 and experts_RK (int64), by descending biased score, the lower id first "
     "among equals",
+    reads={"logits_RX": WIDE, "bias_X": WIDE},
     rounds="never: all FP32",
     adds="score 1 / (1 + exp(-logit)); biased score = score + bias; a group's worth is the sum of its two best biased scores, the best "
     "groups alone are open (the lower first among equals); the chosen scores left to right in slot order, plus 1e-20, one division "
@@ -62,10 +62,8 @@ class _BiasedRoute(OpFunction):
 
 @observed(CONTRACT)
 def biased_route(logits_RX: Tensor, bias_X: Tensor, choice: Choice, *, program: Program) -> tuple[Tensor, Tensor]:
-    """(weights_RK, experts_RK). ValueError if logits or bias are not FP32, or the experts, groups and slots don't fit each other."""
+    """(weights_RK, experts_RK). ValueError if the experts, groups and slots don't fit each other."""
     experts = logits_RX.shape[1]
-    if not logits_RX.dtype == bias_X.dtype or logits_RX.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"biased_route: logits and bias must be float32, they are {logits_RX.dtype} and {bias_X.dtype}")
     if bias_X.shape != (experts,):
         raise ValueError(f"biased_route: {experts} experts, a bias of shape {tuple(bias_X.shape)}")
     check_groups("biased_route", experts, choice)

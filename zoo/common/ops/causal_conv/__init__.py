@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zoo.common.delta_memory import CARRY
 from zoo.common.history import ConvCarry, PackedDelta
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -16,6 +16,7 @@ CONTRACT = Contract(
     name="causal_conv",
     version=1,
     shapes="x_RC (rows may be strided), weight_C4, the three rows before each sequence's first (zeros at a document's start) -> [R, C]",
+    reads={"x_RC": PROGRAM, "weight_C4": PROGRAM},
     rounds="once, from FP32, after SiLU",
     adds="taps oldest first: ((x[-3] w0 + x[-2] w1) + x[-1] w2) + x[0] w3, products rounded; y / (1 + exp(-y))",
     laws=("row", "column", "split", "place", "shard", "repeat"),

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="combine",
     version=1,
     shapes="slots_RKD, weights_RK (FP32), experts_RK, optional shared_RD (the last leaf) -> [R, D]",
+    reads={"slots_RKD": PROGRAM, "weights_RK": WIDE, "experts_RK": INTEGERS, "shared_RD": PROGRAM},
     rounds="each contributor's leaf once, from FP32, to the program's dtype; the result once, straight from FP64",
     adds="expert e belongs to contributor e // ceil(experts / contributors); inside a contributor weight * slot in FP32, products rounded, "
     "slots ascending from +0; contributors as adjacent pairs in FP64, an odd one carried",

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="delta_gate",
     version=1,
     shapes="a_RV, b_RV (the program's dtype, rows may be strided), A_log_V, dt_bias_V -> log_decay_RV, beta_RV, both FP32",
+    reads={"a_RV": PROGRAM, "b_RV": PROGRAM, "a_log_V": WIDE, "dt_bias_V": WIDE},
     rounds="never: FP32 from the loaded values on",
     adds="log_decay = -exp(A_log) * softplus(a + dt_bias), softplus(x) = max(x, 0) + log1p(exp(-|x|)); beta = 1 / (1 + exp(-b))",
     laws=("row", "place", "shard", "repeat"),

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="embed",
     version=1,
     shapes="ids_R (integers), weight_VD -> [R, D]",
+    reads={"ids_R": INTEGERS, "weight_VD": PROGRAM},
     rounds="never",
     adds="nothing",
     laws=("row", "place", "repeat"),

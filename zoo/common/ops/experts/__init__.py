@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -18,6 +18,7 @@ CONTRACT = Contract(
     name="experts",
     version=1,
     shapes="x_RD, experts_RK, gate_up_X2FD (gate first), down_XDF -> slots_RKD in the program's dtype",
+    reads={"x_RD": PROGRAM, "experts_RK": INTEGERS, "gate_up_X2FD": PROGRAM, "down_XDF": PROGRAM},
     rounds="gate_up once, swiglu once, each slot row once: the linear and swiglu contracts, expert by expert",
     adds="K ascending in one FP32 accumulator, as linear does",
     laws=("row", "place", "fusion", "shard", "repeat"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import DeltaState, PackedDelta
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, checked, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -26,6 +26,7 @@ CONTRACT = Contract(
     shapes="q_RHK, k_RHK (L2-normalised rows), v_RVE in the program's dtype, log_decay_RV (<= 0), beta_RV in FP32 -> o_RVE; "
     "V a multiple of H, value head n reads key head n // (V / H). States [V, K, E] in FP32 at each document's "
     "multiples of 64 positions",
+    reads={"q_RHK": PROGRAM, "k_RHK": PROGRAM, "v_RVE": PROGRAM, "log_decay_RV": WIDE, "beta_RV": WIDE, "initial_NVKE": WIDE},
     rounds="to the program's dtype: the state's image H that rows read; the operands T_ij (beta_j exp(G_j)) and T_ij beta_j;"
     " w; u, the difference of two FP32 products; the operands exp(G_i - G_j) (q_i . k_j) and exp(G_63 - G_j) k_j; the"
     " output, once, after K^-0.5 in FP32. G, a, T and the state stay FP32",
@@ -78,23 +79,18 @@ class _GatedDelta(OpFunction):
         return *grads, None if initial is None else grad_initial, None, None
 
 
-def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, rows: Rows) -> torch.dtype:
-    """Of gates and states, FP32 (float64 for float64 operands). ValueError for what doesn't fit."""
-    exact, (count, heads, _) = torch.promote_types(q_RHK.dtype, torch.float32), v_RVE.shape
+def _check(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, rows: Rows) -> None:
+    """ValueError for what doesn't fit."""
+    count, heads, _ = v_RVE.shape
     if q_RHK.shape != k_RHK.shape:
         raise ValueError(f"gated_delta: q {tuple(q_RHK.shape)} and k {tuple(k_RHK.shape)} differ")
     if not q_RHK.shape[0] == count == rows.count:
         raise ValueError(f"gated_delta: q has {q_RHK.shape[0]} rows, v {count}, there are {rows.count}")
-    if not q_RHK.dtype == k_RHK.dtype == v_RVE.dtype:
-        raise ValueError(f"gated_delta: q, k and v differ in dtype: {q_RHK.dtype}, {k_RHK.dtype} and {v_RVE.dtype}")
     if heads % k_RHK.shape[1]:
         raise ValueError(f"gated_delta: {heads} value heads are not a multiple of {k_RHK.shape[1]} key heads")
     for name, gate in (("log_decay", log_decay_RV), ("beta", beta_RV)):
         if gate.shape != (count, heads):
             raise ValueError(f"gated_delta: {name} {tuple(gate.shape)} for values of {tuple(v_RVE.shape)}")
-        if gate.dtype != exact:
-            raise ValueError(f"gated_delta: {name} must be {exact}, got {gate.dtype}")
-    return exact
 
 
 @observed(CONTRACT)
@@ -123,6 +119,7 @@ def gated_delta(
         return _provider(q_RHK, v_RVE, program).function("serve")(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, history, rows)
 
 
+@checked(CONTRACT)
 def gated_delta_states(
     q_RHK: Tensor,
     k_RHK: Tensor,
@@ -139,10 +136,10 @@ def gated_delta_states(
     A rank holds rows that begin at a multiple of 64 of each document. `initial_NVKE` (FP32, None: zero) is the state there,
     `final_NVKE` the one after the document's last whole chunk here: the next rank's initial state, if this part is whole chunks.
     """
-    exact = _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
+    _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
     states = (rows.starts_N1.shape[0] - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-    if initial_NVKE is not None and (initial_NVKE.shape, initial_NVKE.dtype) != (states, exact):
-        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)} {initial_NVKE.dtype}, the rows need {states} {exact}")
+    if initial_NVKE is not None and initial_NVKE.shape != states:
+        raise ValueError(f"gated_delta: initial states {tuple(initial_NVKE.shape)}, the rows need {states}")
     return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
 
 

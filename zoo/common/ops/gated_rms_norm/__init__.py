@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="gated_rms_norm",
     version=1,
     shapes="x_RVE, gate_RVE (heads may be strided), weight_E -> [R, V, E] in x's dtype",
+    reads={"x_RVE": PROGRAM, "gate_RVE": PROGRAM, "weight_E": WIDE},
     rounds="once, from FP32, at the store",
     adds="squares as rms_norm does; ((x * rsqrt) * weight) * (gate / (1 + exp(-gate))), products rounded one by one in FP32",
     laws=("row", "place", "shard", "repeat"),

@@ -19,7 +19,7 @@ def _case(name: str, *shape: int, kind: str = "normal", device_sized: bool = Fal
         return {
             "x_RVE": draw.floats(*shape, kind=kind),
             "gate_RVE": draw.floats(*shape, scale=3.0),
-            "weight_E": draw.floats(shape[-1]) * 0.1 + 1.0,
+            "weight_E": draw.floats(shape[-1], dtype=torch.promote_types(dtype, torch.float32)) * 0.1 + 1.0,
         }
 
     def call(t: Trial, args: Args) -> Any:

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="head_linear",
     version=1,
     shapes="x_RHK, weight_HNK, both the program's dtype and any strides -> y_RHN in that dtype",
+    reads={"x_RHK": PROGRAM, "weight_HNK": PROGRAM},
     rounds="once, from FP32, at the store",
     adds="as linear with one part, head by head: K ascending in one FP32 accumulator",
     laws=("row", "column", "place", "shard", "fusion", "repeat"),

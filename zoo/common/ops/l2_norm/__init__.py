@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 EPS = 1e-6
@@ -15,6 +15,7 @@ CONTRACT = Contract(
     name="l2_norm",
     version=1,
     shapes="x_RHK (heads may be strided) -> [R, H, K] in x's dtype",
+    reads={"x_RHK": PROGRAM},
     rounds="once, from FP32, at the store",
     adds="squares in FP32 by the adjacent-pair tree over K padded to a power of two, plus eps (1e-6), one rsqrt, one product",
     laws=("row", "place", "shard", "repeat"),

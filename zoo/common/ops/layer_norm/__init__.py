@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="layer_norm",
     version=1,
     shapes="x [..., D] (rows may be strided), weight [D], bias [D] -> [..., D] in x's dtype",
+    reads={"x": PROGRAM, "weight_D": PROGRAM, "bias_D": PROGRAM},
     rounds="the output once, from FP32",
     adds="x, then the squares of x - mean, in FP32 by the adjacent-pair tree over D padded to a power of two; each sum times the FP32 "
     "value of 1/D; plus eps; one rsqrt; ((x - mean) * rsqrt) * weight + bias, every product and sum rounded",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -19,6 +19,7 @@ CONTRACT = Contract(
     name="linear",
     version=1,
     shapes="x_RK, weight_NK, both the program's dtype -> y_RN in that dtype, or FP32 where the caller asks (heads, routers)",
+    reads={"x_RK": PROGRAM, "weight_NK": PROGRAM},
     rounds="once, from FP32, at the store",
     adds="K ascending in one FP32 accumulator; with k_parts > 1 (a constant of op and shape) equal ascending parts, one accumulator "
     "each, added by the adjacent-pair tree",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.ops.log_prob.backward import ROW_CHUNK, VOCABULARY_CHUNK, through_logits
 from zoo.common.program import Program
 
@@ -22,6 +22,15 @@ CONTRACT = Contract(
     name="log_prob",
     version=1,
     shapes="hidden_RD, weight_VD (the program's dtype), targets_R -> FP32 [R], at most 0",
+    reads={
+        "hidden_RD": PROGRAM,
+        "weight_VD": PROGRAM,
+        "targets_R": INTEGERS,
+        "ids_K": INTEGERS,
+        "inverse_temperature_R": WIDE,
+        "logits_RV": WIDE,
+        "lse_R": WIDE,
+    },
     rounds="never: FP32 logits from the linear contract, FP32 after",
     adds="per group of 256 logits the maximum m and the adjacent-pair tree of exp(x - m), a ragged last group padded with -inf; groups by "
     "the tree over l * exp(m - max), padded with +0; log-probability = min(logit - (max + log(sum)), 0)",

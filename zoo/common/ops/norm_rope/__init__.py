@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import FLOAT32, INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.ops.norm_rope.reference import Heads, value_heads
 from zoo.common.program import Program
 
@@ -15,6 +14,7 @@ CONTRACT = Contract(
     name="norm_rope",
     version=1,
     shapes="qkv_RC (query, key and value heads side by side), weights [E], table_PC2 (FP32), positions_R -> q_RHE, k_RGE, v_RGE (a view)",
+    reads={"qkv_RC": PROGRAM, "q_weight_E": PROGRAM, "k_weight_E": PROGRAM, "table_PC2": FLOAT32, "positions_R": INTEGERS},
     rounds="the norm's output once, the rotation's output once: rms_norm, then rope",
     adds="as rms_norm over each head",
     laws=("row", "place", "fusion", "repeat"),
@@ -64,14 +64,12 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q_RHE, k_RGE, v_RGE). `query_width`: columns that a query head has in the row, if a gate of its own follows it there.
 
-    ValueError if the row has another width, or the table is not FP32 or wider than a head.
+    ValueError if the row has another width, or the table is wider than a head.
     """
     width = q_weight_E.shape[0]
     shape = Heads(heads, kv_heads, width, query_width or width)
     if qkv_RC.shape[1] != shape.columns:
         raise ValueError(f"norm_rope: rows of {qkv_RC.shape[1]} columns, {shape} needs {shape.columns}")
-    if table_PC2.dtype != torch.float32:
-        raise ValueError(f"norm_rope: the table must stay float32, it is {table_PC2.dtype}")
     if 2 * table_PC2.shape[1] > width:
         raise ValueError(f"norm_rope: a table for {2 * table_PC2.shape[1]} columns, heads of {width}")
     provider = CONTRACT.provider(program)

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import EITHER, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="output_gate",
     version=1,
     shapes="x [R, H, E], gate [R, H, E] (heads may be strided) or x [R, D], gate [R, 1] -> like x, contiguous",
+    reads={"x": PROGRAM, "gate": EITHER},
     rounds="once, from FP32, at the store",
     adds="x * (1 / (1 + exp(-gate))) in FP32",
     laws=("row", "place", "repeat"),

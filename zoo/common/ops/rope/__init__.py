@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import FLOAT32, INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
@@ -17,6 +16,7 @@ CONTRACT = Contract(
     shapes="x_RHE, table_PC2 (FP32: cosine and sine of position times frequency, C = rotated width / 2), positions_R -> [R, H, E]; "
     "column i turns with column i + C, or where neighbours are pairs column 2i with 2i + 1, which go to columns i and i + C; columns "
     "beyond the rotated width pass through",
+    reads={"x_RHE": PROGRAM, "table_PC2": FLOAT32, "positions_R": INTEGERS},
     rounds="once, from FP32, at the store",
     adds="a cos - b sin and b cos + a sin, each product rounded to FP32 before the sum (no contraction)",
     laws=("row", "place", "fusion", "repeat"),
@@ -52,10 +52,8 @@ class _Rope(OpFunction):
 def rope(x_RHE: Tensor, table_PC2: Tensor, positions_R: Tensor, *, program: Program, neighbours: bool = False) -> Tensor:
     """Rotates the first 2C columns of each head; of pairs of `neighbours` the first elements come first, as half-split has them.
 
-    ValueError if the table is not FP32 or wider than a head.
+    ValueError if the table is wider than a head.
     """
-    if table_PC2.dtype != torch.float32:
-        raise ValueError(f"rope: the table must stay float32, it is {table_PC2.dtype}")
     if 2 * table_PC2.shape[1] > x_RHE.shape[-1]:
         raise ValueError(f"rope: a table for {2 * table_PC2.shape[1]} columns, heads of {x_RHE.shape[-1]}")
     return _Rope.run(x_RHE, table_PC2, positions_R, neighbours, CONTRACT.provider(program))

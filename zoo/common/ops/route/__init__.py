@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="route",
     version=1,
     shapes="logits_RX in FP32 -> weights_RK in FP32 and experts_RK (int64), by descending logit, the lower id first among equals",
+    reads={"logits_RX": WIDE},
     rounds="never: all FP32",
     adds="exp(logit - max) over all experts by the adjacent-pair tree; the chosen probabilities left to right in slot order, then "
     "one division",
@@ -45,9 +45,7 @@ class _Route(OpFunction):
 
 @observed(CONTRACT)
 def route(logits_RX: Tensor, top_k: int, renormalise: bool, *, program: Program) -> tuple[Tensor, Tensor]:
-    """(weights_RK, experts_RK). ValueError if the logits are not FP32 or top_k exceeds the experts."""
-    if logits_RX.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"route: logits must be float32, they are {logits_RX.dtype}")
+    """(weights_RK, experts_RK). ValueError if top_k exceeds the experts."""
     if top_k > logits_RX.shape[1]:
         raise ValueError(f"route: top {top_k} of {logits_RX.shape[1]} experts")
     return _Route.run(logits_RX, top_k, renormalise, CONTRACT.provider(program))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, Provider, observed
 from zoo.common.ops.log_prob import log_prob
 from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.sample.replay import ScoreFiltered, find_cut, log_sum_exp, restrict, scale_logits, score_of
@@ -25,6 +25,7 @@ CONTRACT = Contract(
     version=1,
     shapes="FP32 logits_RV, one set of parameters per row (RowSampling) -> token_R int64, FP32 log-probabilities [R] before and "
     "after the filters, at most 0; -inf outside the support",
+    reads={"logits_RV": WIDE, "hidden_RD": PROGRAM, "weight_VD": PROGRAM, "targets_R": INTEGERS},
     rounds="x = logit * FP32 1/temperature; p = exp(x - lse); noise -log(-log(u)), u an odd 24-bit integer over 2^24; all FP32",
     adds="mass as int64, p * 2^60 truncated, so every order gives one cut; ranks by descending x, lower id first (-0 is +0, NaN "
     "ranks as -inf); stays: rank < k and mass before it <= floor(top_p * 2^60) and not behind the last token with p >= min_p * "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.ops.contract import Contract, Provider, observed
+from zoo.common.ops.contract import PROGRAM, Contract, Provider, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -14,6 +14,7 @@ CONTRACT = Contract(
     version=1,
     shapes="q_RHE, weights_RH, index keys packed [R, E] or paged [P, page, E] with a page table -> positions_RK (int32), ascending, -1 "
     "behind the last",
+    reads={"q_RHE": PROGRAM, "weights_RH": PROGRAM, "keys.rows": PROGRAM},
     rounds="never: FP32 scores, which are not kept",
     adds="a head's score is q . k with the width ascending in one FP32 accumulator; relu; times the head's weight, rounded; heads by the "
     "adjacent-pair tree. No scale: a positive factor moves no choice. A row that sees at most top_k tokens takes all of them, unscored; "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -17,6 +17,7 @@ CONTRACT = Contract(
     version=1,
     shapes="q_RHC, latent rows packed [R, C] or paged [P, page, C] with a page table, positions_RK (int32, ascending, -1 behind the "
     "last) -> o_RHV; keys are whole rows, values their first V columns",
+    reads={"q_RHC": PROGRAM, "latent.rows": PROGRAM, "positions_RK": INTEGERS},
     rounds="probabilities to the program's dtype before the product with values; the output once",
     adds="the list in tiles of 64 lanes, ascending: scores with C ascending in one FP32 accumulator, the row sum by the adjacent-pair tree "
     "over a tile, values in FP32 a tile after another, each behind the sum of those before times exp(their peak - the new one)",

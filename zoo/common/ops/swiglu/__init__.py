@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 CONTRACT = Contract(
     name="swiglu",
     version=1,
     shapes="gate_up [..., 2F], the gate first -> [..., F]",
+    reads={"gate_up": PROGRAM},
     rounds="once, from FP32, at the store",
     adds="(g / (1 + exp(-g))) * u in FP32",
     laws=("row", "column", "place", "repeat"),
