@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite
+from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite, check_shard_bytes
 from zoo.common.files import fresh_folder
 from zoo.common.registry import model_class
 from zoo.common.shards import DTYPES, StoredTensor, write_shards
@@ -22,12 +22,13 @@ def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: 
     """
     if to not in ("zoo", "hf"):
         raise ValueError(f"--to {to!r} is not one of zoo, hf")
+    check_shard_bytes(shard_bytes)
     source = Checkpoint.open(path)
     made = model_class(source.config)
     table = made.family.table(made.family.config.from_hf(source.config))
     with fresh_folder(out) as folder:
-        for name, content in source.files.items():
-            (folder / name).write_bytes(content)
+        for name, file in source.files.items():
+            file.write(folder / name)
         if to == "zoo":
             _to_zoo(source, table, folder, shard_bytes)
         else:

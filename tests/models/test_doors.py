@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
@@ -28,6 +29,8 @@ from zoo.common.program import narrow_parts, resolve
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
 from zoo.common.training import ForRL
+from zoo.glm5.config import SIZES as GLM_SIZES
+from zoo.glm5.config import GLMConfig
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
 from zoo.qwen3_5 import Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.qwen3_5.config import MOE_SIZES as MOE_35
@@ -356,7 +359,14 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "empty list": ({"rope_parameters": []}, r"rope_parameters must be an object, it is \[\]"),
     "unknown": ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "rope_parameters has unknown fields factor"),
     "other theta": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 10.0}}, "rope_theta is 5.0, and 10.0 in rope_parameters"),
-    "scaled": ({"rope_scaling": {}}, r"rope_scaling \{\} is not supported, only null"),
+    "scaled": ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' is not supported in rope_scaling, only 'default'"),
+    "scaling of no object": ({"rope_scaling": [4.0]}, r"rope_scaling must be an object, it is \[4\.0\]"),
+    "scaled by a factor": ({"rope_scaling": {"type": "default", "factor": 2}}, "rope_scaling has unknown fields factor"),
+    "scaling of another theta": (
+        {"rope_theta": 5.0, "rope_parameters": None, "rope_scaling": {"rope_theta": 10.0}},
+        "rope_theta is 5.0, and 10.0 in rope_scaling",
+    ),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported, only null: load the .* BF16"),
     "type": ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
     "theta inf": ({"rope_parameters": None, "rope_theta": math.inf}, "rope_theta must be a number that FP32 holds, it is inf"),
     "theta nan": ({"rope_parameters": {"rope_theta": math.nan}, "rope_theta": None}, "rope_theta must be a number .* it is nan"),
@@ -406,6 +416,47 @@ def test_no_config_has_an_end_outside_its_vocabulary(size: Any) -> None:
         replace(size, vocabulary=last)
     with pytest.raises(ValueError, match=r"eos_token_id must be token ids of at least 0, it is \(-1,\)"):
         replace(size, eos=(-1,))
+
+
+UPLOADED = {
+    "use_cache": False, "pad_token_id": 3, "bos_token_id": 1, "tokenizer_class": "Qwen2Tokenizer", "quantization_config": None,
+    "unsloth_fixed": True, "unsloth_version": "2026.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [SIZES["tiny"], SIZES_35["tiny"], GLM_SIZES["tiny"]], ids=lambda c: c.model_type)
+def test_what_trainers_add_to_a_config_is_no_geometry(size: Any) -> None:
+    made = type(size)
+    assert made.from_hf({**size.to_hf(), **UPLOADED}) == size
+
+
+def test_what_trainers_add_around_text_config() -> None:
+    size = SIZES_35["tiny"]
+    outside = {"model_type": "qwen3_5", "text_config": size.to_hf() | UPLOADED}
+    plain = Qwen35Config.from_hf(outside)
+    assert replace(plain, wrapped=False) == size
+    assert Qwen35Config.from_hf({**outside, **UPLOADED}) == plain
+    ends = Qwen35Config.from_hf({**outside, "eos_token_id": [5, 2, 7]})
+    assert ends == replace(plain, eos=(2, 5, 7)) and ends.to_hf() == {**outside, "eos_token_id": [5, 2, 7]}
+    with pytest.raises(ValueError, match="eos_token_id 512 is outside the vocabulary of 512"):
+        Qwen35Config.from_hf({**outside, "eos_token_id": 512})
+    with pytest.raises(ValueError, match="quantization_config .* is not supported"):
+        Qwen35Config.from_hf({**outside, "quantization_config": {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize("scaling", [{}, None, {"rope_type": "default"}, {"type": "default"}, {"rope_theta": 1e6, "rope_type": "default"}])
+def test_rope_that_is_not_scaled_may_say_so(scaling: Any) -> None:
+    """Beside a theta of its own; beside rope_parameters transformers would read rope_scaling alone, and another theta."""
+    fields = SIZES["tiny"].to_hf()
+    assert Qwen3Config.from_hf({**fields, "rope_scaling": scaling}) == SIZES["tiny"]
+    other = GLM_SIZES["tiny"]
+    fields = other.to_hf() | {"rope_scaling": scaling}
+    theirs = transformers.GlmMoeDsaConfig(**copy.deepcopy(fields)).rope_parameters["rope_theta"]
+    if theirs == other.theta:
+        assert GLMConfig.from_hf(fields) == other
+    else:
+        with pytest.raises(ValueError, match="rope_theta is 8000000.0 in rope_parameters, and .* in rope_scaling, which alone counts"):
+            GLMConfig.from_hf(fields)
 
 
 def test_rope_theta_may_stand_in_either_place_or_both() -> None:

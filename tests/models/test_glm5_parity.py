@@ -303,6 +303,32 @@ def test_dense_layers_between_mixtures_are_written_by_name() -> None:
     assert SIZES["tiny"].to_hf()["first_k_dense_replace"] == 1
 
 
+CHOOSERS = ["full", "shared", "full", "full", "shared"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"indexer_types": CHOOSERS, "index_topk_pattern": "FFFFF", "index_topk_freq": 3},
+        {"indexer_types": None, "index_topk_pattern": CHOOSERS, "index_topk_freq": 3},
+        {"indexer_types": None, "index_topk_pattern": "FSFFS", "index_topk_freq": 3},
+        {"indexer_types": None, "index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": 3},
+        {"mlp_layer_types": None, "first_k_dense_replace": 3},
+        {"layer_types": ["deepseek_sparse_attention"] * 5},
+    ],
+)
+def test_layers_are_of_the_kinds_that_transformers_reads(changed: dict[str, Any]) -> None:
+    """Published configs say a layer's kind in more than one way; the first that transformers looks at counts."""
+    fields = {name: value for name, value in (PUBLISHED | changed).items() if value is not None}
+    theirs_ = transformers.GlmMoeDsaConfig(**fields)
+    config = GLMConfig.from_hf(fields)
+    assert ["full" if full else "shared" for full in config.full] == theirs_.indexer_types
+    assert ["sparse" if sparse else "dense" for sparse in config.sparse] == theirs_.mlp_layer_types
+    saved = {name: value for name, value in theirs_.to_dict().items() if value is not None}
+    assert GLMConfig.from_hf(saved) == replace(config, eos=GLMConfig.from_hf(saved).eos)
+
+
 def test_published_schedule() -> None:
     """Of 78 layers 21 choose: 0, 1, 2, 6, 10 .. 74; transformers reads the same from freq 4 and offset 3."""
     full = [i for i, chooses in enumerate(SIZES["5.2"].full) if chooses]
@@ -327,11 +353,12 @@ def test_published_schedule() -> None:
         ({"index_head_dim": 8}, "index_head_dim 8 is below qk_rope_head_dim 16"),
         ({"rope_interleave": False}, "rope_interleave False is not supported"),
         ({"indexer_types": ["shared", "full", "full", "full", "full"], "index_topk_freq": None}, "makes layer 0 shared"),
-        ({"indexer_types": ["full"] * 5}, r"indexer_types and index_topk_freq disagree about layers \[2, 3, 4\]"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types must name 5 layers 'indexed_attention' or 'deepseek_sparse_attention'"),
+        ({"indexer_types": None, "index_topk_pattern": ["F", "S", "S", "S", "S"]}, "index_topk_pattern must name 5 layers 'full' or"),
         ({"indexer_types": ["full"] * 4}, "indexer_types must name 5 layers"),
-        ({"index_topk_pattern": "FX"}, "index_topk_pattern must have 5 letters F or S"),
-        ({"index_skip_topk_offset": -1}, "index_skip_topk_offset must be an integer of at least 0"),
-        ({"mlp_layer_types": ["dense"] * 5}, "first_k_dense_replace 1 and mlp_layer_types disagree"),
+        ({"indexer_types": None, "index_topk_pattern": "FX"}, "index_topk_pattern must have 5 letters F or S"),
+        ({"indexer_types": None, "index_skip_topk_offset": -1}, "index_skip_topk_offset must be an integer of at least 0"),
+        ({"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types must name 5 layers 'sparse' or 'dense'"),
         ({"first_k_dense_replace": None}, "neither 'mlp_layer_types' nor 'first_k_dense_replace'"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0"),
         ({"n_group": 3}, "8 experts do not divide into 3 groups"),

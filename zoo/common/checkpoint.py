@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common.files import fresh_folder
-from zoo.common.hub import SIDECARS, locate, parse
+from zoo.common.hub import SIDECARS, locate
+from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, parse_object, read_bytes, shown, some
 from zoo.common.shards import (
     DTYPES,
     INDEX,
@@ -30,9 +33,12 @@ from zoo.common.shards import (
 )
 
 SHARD_BYTES = 5 * 10**9
+HELD_BYTES = 64 << 20  # of small files that are held in memory; larger ones are copied from where they lie
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # transformers would change the weights by them
+TENSORS = 300_000  # of a checkpoint; the published ones with most have 120,000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One published tensor and its place inside one of our parameters.
 
@@ -172,33 +178,73 @@ class Match:
 
 
 @dataclass(frozen=True)
+class SideFile:
+    """A small file beside the weights. `content` is None for one too large to be held, which is copied from where it lies."""
+
+    path: Path
+    size: int
+    changed: int
+    content: bytes | None
+
+    def write(self, path: Path) -> None:
+        """The same bytes at `path`. ValueError for a file that was not held and is no longer as it was."""
+        if self.content is not None:
+            path.write_bytes(self.content)
+            return
+        now = self.path.stat() if self.path.is_file() else None
+        if now is None or (now.st_size, now.st_mtime_ns) != (self.size, self.changed):
+            raise ValueError(f"{self.path} has changed since it was loaded; it was too large to be held and can't be carried through")
+        shutil.copyfile(self.path, path)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint: headers, config and small files are read and checked, no tensor is.
 
-    files  config.json, tokenizer and generation files by name (all that save copies through, small enough to hold)
+    files  config.json, tokenizer and generation files by name: all that save copies through
     """
 
     folder: Path
     config: dict[str, Any]
     shards: tuple[Shard, ...]
     index: bytes | None
-    files: dict[str, bytes]
+    files: dict[str, SideFile]
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, revision: str | None = None) -> Checkpoint:
-        """ValueError in one sentence for whatever is missing, truncated or contradictory."""
+        """ValueError in one sentence for whatever is missing, truncated or contradictory, or more than any model needs.
+
+        Warns of what does no harm: a file of weights that is not of this checkpoint, a wrong total_size in the index.
+        """
         folder = locate(path_or_hub_id, revision)
+        adapters = [name for name in ADAPTERS if (folder / name).exists()]
+        if adapters:
+            raise ValueError(f"{folder} has {' and '.join(adapters)}: merge the adapter into the weights, or move its files away")
         names = {p.name for pattern in SIDECARS for p in folder.glob(pattern) if p.is_file()} - {INDEX}
         if "config.json" not in names:
             raise ValueError(f"{folder} has no config.json")
-        files = {name: (folder / name).read_bytes() for name in sorted(names)}
-        config = parse(folder / "config.json", files["config.json"])
-        index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
-        checkpoint = cls(folder, config, tuple(_shards(folder, index)), index, files)
+        raw = read_bytes(folder / "config.json", CONFIG_BYTES)
+        config = parse_object(folder / "config.json", raw)
+        index = read_bytes(folder / INDEX, JSON_BYTES) if (folder / INDEX).is_file() else None
+        checkpoint = cls(folder, config, tuple(_shards(folder, index)), index, _side_files(folder, names, raw))
         twice = [n for n, count in Counter(t.name for s in checkpoint.shards for t in s.tensors).items() if count > 1]
         if twice:
-            raise ValueError(f"{folder}: {_some(twice)} stand in more than one file")
+            raise ValueError(f"{folder}: {some(twice)} stand in more than one file")
+        checkpoint._warn()
         return checkpoint
+
+    def _warn(self) -> None:
+        used = {shard.name for shard in self.shards}
+        stray = sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in used)
+        if stray:
+            warnings.warn(f"{self.folder}: not read, since they are not of this checkpoint: {some(stray)}", stacklevel=3)
+        if self.index is None:
+            return
+        metadata = parse_object(self.folder / INDEX, self.index).get("metadata")
+        told = metadata.get("total_size") if isinstance(metadata, dict) else None
+        total = sum(tensor.nbytes for shard in self.shards for tensor in shard.tensors)
+        if told is not None and told != total:
+            warnings.warn(f"{self.folder}: {INDEX} has total_size {shown(told)}, the tensors have {total} bytes", stacklevel=3)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -207,6 +253,12 @@ class Checkpoint:
     def match(self, table: WeightTable) -> Match:
         """Finds every parameter's layout by names and shapes. ValueError naming what is missing, unknown or wrong-shaped."""
         stored = self.tensors
+        codes = [name for name, tensor in stored.items() if DTYPES[tensor.dtype].itemsize == 1 and name in table.known]
+        if codes:
+            raise ValueError(
+                f"{self.folder}: {len(codes)} tensors are FP8 or other codes of one byte, which no program reads: {some(codes)}; load "
+                "the model's BF16 checkpoint"
+            )
         places: dict[str, tuple[Entry, Piece]] = {}
         missing: list[str] = []
         for entry in table.entries:
@@ -225,7 +277,7 @@ class Checkpoint:
         if any(names for names, _ in faults):
             own = bool(unknown) and {*unknown} <= {entry.ours for entry in table.entries}
             hint = " (the zoo's own names: `weights-tools convert --to hf` makes a checkpoint that loads)" if own else ""
-            raise ValueError(f"{self.folder}: " + "; ".join(f"{len(n)} tensors {what}: {_some(n)}" for n, what in faults if n) + hint)
+            raise ValueError(f"{self.folder}: " + "; ".join(f"{len(n)} tensors {what}: {some(n)}" for n, what in faults if n) + hint)
         return Match(places, tuple(name for name in rest if name not in unknown))
 
     def main_dtype(self, match: Match, table: WeightTable) -> torch.dtype:
@@ -235,6 +287,12 @@ class Checkpoint:
             if not table.is_fp32(entry.ours):
                 elements[stored[name].dtype] += stored[name].nbytes // DTYPES[stored[name].dtype].itemsize
         return DTYPES[elements.most_common(1)[0][0]]
+
+
+def check_shard_bytes(shard_bytes: int) -> None:
+    """ValueError unless it is a size of files."""
+    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be an integer of at least 1, not {shown(shard_bytes)}")
 
 
 def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table: WeightTable, convert: bool) -> None:
@@ -251,7 +309,7 @@ def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table:
             helps &= have in floats
     if wrong:
         hint = "; dtype=torch.bfloat16 rounds floating-point weights once at load" if helps and not convert else ""
-        raise ValueError(f"{checkpoint.folder}: {len(wrong)} tensors of a wrong dtype: {_some(wrong)}{hint}")
+        raise ValueError(f"{checkpoint.folder}: {len(wrong)} tensors of a wrong dtype: {some(wrong)}{hint}")
 
 
 @torch.no_grad()
@@ -324,8 +382,8 @@ def save(
         if not (table.is_fp32(entry.ours) and torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours)):
             dtypes[name] = ours.dtype
     with fresh_folder(path) as folder:
-        for name, content in source.files.items():
-            (folder / name).write_bytes(content)
+        for name, file in source.files.items():
+            file.write(folder / name)
         (folder / "config.json").write_bytes(_config_bytes(source, match, dtypes))
         total = 0
         for shard in source.shards:
@@ -336,10 +394,24 @@ def save(
         if source.index is not None:
             if total != sum(t.nbytes for t in stored.values()):
                 index = json.loads(source.index)
-                index["metadata"] = {**index.get("metadata", {}), "total_size": total}
+                metadata = index.get("metadata")
+                index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": total}
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             else:
                 (folder / INDEX).write_bytes(source.index)
+
+
+def _side_files(folder: Path, names: Iterable[str], config: bytes) -> dict[str, SideFile]:
+    """The small files, smallest first held in memory; config.json, which was read, always is."""
+    found = {}
+    room = HELD_BYTES
+    sizes = {name: (folder / name).stat() for name in names}
+    for name in sorted(names, key=lambda name: (sizes[name].st_size, name)):
+        size = sizes[name].st_size
+        content = config if name == "config.json" else (folder / name).read_bytes() if size <= room else None
+        room -= 0 if content is None else len(content)
+        found[name] = SideFile(folder / name, size, sizes[name].st_mtime_ns, content)
+    return dict(sorted(found.items()))
 
 
 def _shards(folder: Path, index: bytes | None) -> Iterator[Shard]:
@@ -350,25 +422,29 @@ def _shards(folder: Path, index: bytes | None) -> Iterator[Shard]:
             raise ValueError(f"{folder} has {what}")
         yield read_shard(folder / (SINGLE if SINGLE in present else present[0]))
         return
-    weight_map = parse(folder / INDEX, index).get("weight_map")
+    weight_map = parse_object(folder / INDEX, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} has no weight_map")
+    if len(weight_map) > TENSORS:
+        raise ValueError(f"{folder / INDEX} names {len(weight_map):,} tensors, {TENSORS:,} is the most that is read")
     odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if odd:
-        raise ValueError(f"{folder / INDEX} names no file for {_some(odd)}")
+        raise ValueError(f"{folder / INDEX} names no file for {some(odd)}")
     files = sorted(set(weight_map.values()))
     outside = [f for f in files if Path(f).name != f]
     if outside:
-        raise ValueError(f"{folder / INDEX} names files outside its folder: {_some(outside)}")
+        raise ValueError(f"{folder / INDEX} names files outside its folder: {some(outside)}")
     absent = [f for f in files if f not in present]
     if absent:
-        raise ValueError(f"{folder}: {INDEX} names {len(absent)} absent files: {_some(absent)}")
+        raise ValueError(f"{folder}: {INDEX} names {len(absent)} absent files: {some(absent)}")
+    listed: dict[str, set[str]] = {file: set() for file in files}
+    for name, file in weight_map.items():
+        listed[file].add(name)
     for file in files:
         shard = read_shard(folder / file)
-        listed = {name for name, where in weight_map.items() if where == file}
-        differing = sorted(listed ^ {t.name for t in shard.tensors})
+        differing = sorted(listed[file] ^ {t.name for t in shard.tensors})
         if differing:
-            raise ValueError(f"{folder}: {INDEX} and {file} disagree on {len(differing)} tensors: {_some(differing)}")
+            raise ValueError(f"{folder}: {INDEX} and {file} disagree on {len(differing)} tensors: {some(differing)}")
         yield shard
 
 
@@ -380,7 +456,9 @@ def _config_bytes(source: Checkpoint, match: Match, dtypes: dict[str, torch.dtyp
     """config.json as it was, unless the weights were converted: then every dtype field of theirs follows them."""
     stored = source.tensors
     if all(DTYPES[stored[name].dtype] == dtypes[name] for name in match.places):
-        return source.files["config.json"]
+        content = source.files["config.json"].content
+        assert content is not None, "config.json is always held"
+        return content
     fields = _with_dtype(source.config, [dtypes[name] for name in match.places])
     return (json.dumps(fields, indent=2) + "\n").encode()
 
@@ -392,7 +470,3 @@ def _with_dtype(config: dict[str, Any], dtypes: list[torch.dtype]) -> dict[str, 
     if "text_config" in fields:
         fields["text_config"] = _with_dtype(fields["text_config"], dtypes)
     return fields
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

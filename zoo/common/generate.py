@@ -45,7 +45,7 @@ def generate_command(
     ignore_eos: bool = False,
     prompt_log_probs: bool = False,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     json: str | Path | None = None,
     progress: bool = False,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+
+from zoo.common.reading import read_object
 
 SIDECARS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")  # config, tokenizer, generation; the hub's usual names
 
@@ -75,15 +76,4 @@ def read_config(path_or_hub_id: str | Path, revision: str | None = None) -> dict
     path = locate(path_or_hub_id, revision) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path.parent} has no config.json")
-    return parse(path, path.read_bytes())
-
-
-def parse(path: Path, content: bytes) -> dict[str, Any]:
-    """A JSON object. ValueError naming the file."""
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds a {type(fields).__name__}, not an object")
-    return fields
+    return read_object(path)

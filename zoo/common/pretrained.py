@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
 from zoo.common.config import config_lines
+from zoo.common.ends import end_tokens, read_generation
 from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
 from zoo.common.ops import table_hash
-from zoo.common.program import Program, parse_device, resolve
+from zoo.common.program import Program, parse_device, parse_dtype, resolve
 from zoo.common.recipe import Draw, usual_recipe
+from zoo.common.rows import check_dense
 
 if TYPE_CHECKING:
     from zoo.common.family import Family
@@ -45,6 +47,7 @@ class Pretrained(nn.Module):
     config: Any
     program: Program
     _source: Checkpoint | None = None
+    _ends: tuple[int, ...] | None = None
     _label: str | None = None
     _hash: tuple[int, list[Seen], str] | None = None
     _changes: int = 0
@@ -59,6 +62,11 @@ class Pretrained(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_hash": None}  # of the parameters of this object, not of a copy's
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a sequence, of config.json and generation_config.json together."""
+        return self.config.eos if self._ends is None else self._ends
 
     def reset_buffers(self, device: torch.device) -> None:
         """Rebuilds whatever is not a parameter (RoPE tables) on a device."""
@@ -103,7 +111,7 @@ class Pretrained(nn.Module):
         cls,
         path_or_hub_id: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         revision: str | None = None,
         program: str = "aligned",
@@ -116,10 +124,12 @@ class Pretrained(nn.Module):
         is incomplete, contradictory, of another geometry or dtype, or holds a NaN. `dtype` rounds stored weights once.
         """
         _not_built(layout=layout, lora=lora)
+        dtype = parse_dtype(dtype)
         source = Checkpoint.open(path_or_hub_id, revision)
         config = cls.family.config.from_hf(source.config)
         table = cls.family.table(config)
         match = source.match(table)
+        ends = end_tokens(config, read_generation(source.folder))
         where = _device(device)
         chosen = resolve(program, where, dtype or source.main_dtype(match, table), cls.family.contributors)
         module = cls._on_meta(config, chosen)
@@ -127,6 +137,7 @@ class Pretrained(nn.Module):
         module._allocate(where)
         files.fill(module, source, match)
         module._source = source
+        module._ends = ends
         return module
 
     @classmethod
@@ -135,13 +146,14 @@ class Pretrained(nn.Module):
         config: Any,
         *,
         seed: int = 0,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         program: str = "aligned",
         layout: object | None = None,
     ) -> Self:
         """Random weights of realistic scale: the same bytes for the same seed on every device."""
         _not_built(layout=layout)
+        dtype = parse_dtype(dtype)
         where = _device(device)
         usual = torch.float32 if program == "transformers" else torch.bfloat16
         module = cls._on_meta(config, resolve(program, where, dtype or usual, cls.family.contributors))
@@ -158,6 +170,7 @@ class Pretrained(nn.Module):
         The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
         """
         self._whole()
+        files.check_shard_bytes(shard_bytes)
         files.save(self, self.table_of(), self.config.to_hf(), path, self._source, shard_bytes)
 
     @torch.no_grad()
@@ -197,12 +210,15 @@ class Pretrained(nn.Module):
             found = places.find(name)
             if found is None:
                 if not table.is_carried(name):
+                    if name in parameters:
+                        raise ValueError(
+                            f"{name} is a name of this model's own parameters: give published names, as published_tensors() does"
+                        )
                     raise ValueError(f"{name} is no tensor of this {self.config.model_type} geometry")
                 continue
             entry, piece = found
             view = piece.of(parameters[entry.ours])
-            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
-                raise ValueError(f"{name} must be a dense tensor with data, whole on one device, not {_kind(tensor)}")
+            check_dense(name, tensor)
             if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
             files.check_finite(name, tensor)
@@ -331,13 +347,6 @@ def draw_piece(
     tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)
     draw = how(piece.published, piece.shape, tied)
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
-
-
-def _kind(given: object) -> str:
-    """What was given instead of a plain tensor."""
-    if not isinstance(given, Tensor):
-        return type(given).__name__
-    return "a sharded one" if hasattr(given, "full_tensor") else "one on meta" if given.is_meta else str(given.layout)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -114,6 +114,16 @@ def parse_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device {device!r:.40} must be cpu, cuda or cuda:N") from error
 
 
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from itself or its name, "bfloat16" as transformers takes it. ValueError for what torch knows no dtype by."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {dtype!r:.40} must be {' or '.join(map(str, DTYPES.values()))}, or its name")
+    return found
+
+
 def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contributors: int = 8) -> Program:
     """The named program on a device, with an architecture's contributors. ValueError for a name, device or dtype that it does not have."""
     kind = parse_device(device).type

@@ -90,6 +90,22 @@ def check_integers(name: str, value: object) -> None:
     given = value.dtype if isinstance(value, Tensor) else type(value).__name__
     if given not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be an int32 or int64 tensor, not {given}")
+    check_dense(name, value)
+
+
+def check_dense(name: str, value: object) -> None:
+    """ValueError unless `value` is a tensor whose elements can be read here."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+    elif hasattr(value, "full_tensor"):  # FSDP2's DTensor, whose module takes long to import
+        kind = "a sharded one"
+    elif value.is_meta:
+        kind = "one on meta"
+    elif value.layout != torch.strided:
+        kind = str(value.layout)
+    else:
+        return
+    raise ValueError(f"{name} must be a dense tensor with data, whole on one device, not {kind}")
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.reading import JSON_BYTES, clipped, parse_object, shown
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -30,10 +32,11 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HEADER_LIMIT = 100_000_000  # the format's own limit
+DIMENSIONS = 16  # of a stored tensor, and bits of one of them
+DIMENSION_BITS = 48
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a file; `offset` counts from the start of the file."""
 
@@ -76,19 +79,21 @@ def read_shard(path: Path) -> Shard:
         if size < 8:
             raise ValueError(f"{path} is truncated or no safetensors file: it has {size} bytes, the length of its header alone takes 8")
         length = int.from_bytes(file.read(8), "little")
-        if length > HEADER_LIMIT or 8 + length > size:
+        if 8 + length > size:
             raise ValueError(f"{path} is truncated or no safetensors file: its header should have {length} bytes, the file has {size}")
+        if length > JSON_BYTES:
+            raise ValueError(f"{path} has a header of {length:,} bytes, {JSON_BYTES:,} is the most that is read")
         raw = file.read(length)
     try:
-        fields = json.loads(raw)
+        fields = parse_object(path, raw)
         tensors = [_stored(name, spec, path, 8 + length) for name, spec in fields.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: the safetensors header is malformed ({error})") from error
+        raise ValueError(f"{path}: the safetensors header is malformed ({clipped(str(error), 300)})") from error
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = 8 + length
     for tensor in tensors:
         if tensor.offset != end:
-            raise ValueError(f"{path}: data of {tensor.name} starts at byte {tensor.offset}, it should start at {end}")
+            raise ValueError(f"{path}: data of {clipped(tensor.name)} starts at byte {tensor.offset}, it should start at {end}")
         end += tensor.nbytes
     if end != size:
         raise ValueError(f"{path} is {'truncated' if size < end else 'too long'}: its header describes {end} bytes, the file has {size}")
@@ -97,14 +102,16 @@ def read_shard(path: Path) -> Shard:
 
 def _stored(name: str, spec: dict[str, Any], path: Path, base: int) -> StoredTensor:
     if spec["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {spec['dtype']!r}")
+        raise ValueError(f"{clipped(name)} has the unknown dtype {shown(spec['dtype'])}")
     begin, end = spec["data_offsets"]
-    odd = [v for v in (*spec["shape"], begin, end) if not isinstance(v, int) or v < 0]
+    if len(spec["shape"]) > DIMENSIONS:
+        raise ValueError(f"{clipped(name)} has {len(spec['shape'])} dimensions, {DIMENSIONS} is the most")
+    odd = [v for v in (*spec["shape"], begin, end) if not isinstance(v, int) or v < 0 or v.bit_length() > DIMENSION_BITS]
     if odd:
-        raise ValueError(f"{name} has {odd[0]!r} in its shape or range, which hold integers of at least 0")
+        raise ValueError(f"{clipped(name)} has {shown(odd[0])} in its shape or range, which hold integers of 0 to 2^{DIMENSION_BITS}")
     stored = StoredTensor(name, spec["dtype"], tuple(spec["shape"]), path, base + begin)
     if end - begin != stored.nbytes:
-        raise ValueError(f"{name} {stored.dtype} {list(stored.shape)} needs {stored.nbytes} bytes, its range has {end - begin}")
+        raise ValueError(f"{clipped(name)} {stored.dtype} {list(stored.shape)} needs {stored.nbytes} bytes, its range has {end - begin}")
     return stored
 
 

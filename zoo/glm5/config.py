@@ -8,10 +8,13 @@ from typing import Any
 
 from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
 from zoo.common.ops.biased_route import Choice, check_groups
+from zoo.common.reading import shown
 
 # head_dim is overwritten by transformers with qk_rope_head_dim, and published as something else; the others say how to run, not what.
 # num_experts and num_local_experts are other names of n_routed_experts: see `_experts`.
 UNREAD = IGNORED | {"head_dim", "ep_size", "pretraining_tp", "index_share_for_mtp_iteration"}
+MTP_LAYERS = 16
+ATTENTION = ("indexed_attention", "deepseek_sparse_attention")  # one kind: transformers 5.12 writes the second, others the first
 LATENT_EPS = 1e-6  # of the norms between two projections, whatever rms_norm_eps is
 
 
@@ -75,8 +78,8 @@ class GLMConfig:
         """Reads a config.json. ValueError for a missing, unknown or unsupported field, naming it and its value."""
         read = FieldReader("glm5", fields, UNREAD)
         read.one_of("model_type", "glm_moe_dsa")
+        read.is_not_quantised()
         read.trains_as_published()
-        read.only("quantization_config", None, absent=None)
         read.only("hidden_act", "silu")
         for name in ("attention_bias", "mlp_bias"):
             read.only(name, False, absent=False)
@@ -87,7 +90,7 @@ class GLMConfig:
         read.only("moe_router_dtype", "float32", absent="float32")
         read.only("moe_layer_freq", 1, absent=1)
         layers, vocabulary = read.integer("num_hidden_layers", LAYERS), read.integer("vocab_size")
-        read.only("layer_types", ["indexed_attention"] * layers, absent=["indexed_attention"] * layers)
+        _kinds(read, "layer_types", layers, *ATTENTION)
         heads = read.integer("num_attention_heads")
         read.only("num_key_value_heads", heads)
         plain, rotated = read.integer("qk_nope_head_dim"), read.integer("qk_rope_head_dim")
@@ -98,7 +101,7 @@ class GLMConfig:
         if index_dim < rotated:
             raise ValueError(f"glm5: index_head_dim {index_dim} is below qk_rope_head_dim {rotated}")
         expert_inner = read.integer("moe_intermediate_size")
-        experts, choice = _experts(read)
+        experts, choice = _experts(read, layers)
         config = cls(
             vocabulary=vocabulary,
             hidden=read.integer("hidden_size"),
@@ -123,7 +126,7 @@ class GLMConfig:
             theta=read.rope_theta(),
             positions=read.integer("max_position_embeddings"),
             tied=read.boolean("tie_word_embeddings"),
-            mtp_layers=0 if read.raw("num_nextn_predict_layers", 0) in (0, None) else read.integer("num_nextn_predict_layers", LAYERS),
+            mtp_layers=0 if read.raw("num_nextn_predict_layers", 0) in (0, None) else read.integer("num_nextn_predict_layers", MTP_LAYERS),
             eos=read.tokens("eos_token_id", vocabulary),
             published=fields,
         )
@@ -180,8 +183,8 @@ class GLMConfig:
         return fields
 
 
-def _experts(read: FieldReader) -> tuple[int, Choice]:
-    experts = read.integer("n_routed_experts")
+def _experts(read: FieldReader, layers: int) -> tuple[int, Choice]:
+    experts = read.experts("n_routed_experts", layers)
     for name in ("num_experts", "num_local_experts"):
         read.only(name, experts, absent=experts)
     choice = Choice(
@@ -196,53 +199,58 @@ def _experts(read: FieldReader) -> tuple[int, Choice]:
 
 
 def _kinds(read: FieldReader, name: str, layers: int, yes: str, no: str) -> tuple[bool, ...] | None:
-    """A list of two kinds of layers; None where it is absent."""
+    """Which layers are of the first of two kinds, from a list of names; None where it is absent."""
     kinds = read.raw(name, None)
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (yes, no) for kind in kinds):
-        raise ValueError(f"glm5: {name} must name {layers} layers {yes!r} or {no!r}, it is {kinds!r:.80}")
+        raise ValueError(f"glm5: {name} must name {layers} layers {yes!r} or {no!r}, it is {shown(kinds)}")
     return tuple(kind == yes for kind in kinds)
 
 
 def _full(read: FieldReader, layers: int) -> tuple[bool, ...]:
-    """From indexer_types, else from a pattern, else from a frequency and an offset; whatever else is there must agree with it."""
-    named = _kinds(read, "indexer_types", layers, "full", "shared")
-    pattern, frequency = read.raw("index_topk_pattern", None), read.raw("index_topk_freq", None)
-    offset = read.raw("index_skip_topk_offset", None)
-    sources = [] if named is None else [("indexer_types", named)]
-    if pattern is not None:
-        if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
-            raise ValueError(f"glm5: index_topk_pattern must have {layers} letters F or S, it is {pattern!r:.80}")
-        sources.append(("index_topk_pattern", tuple(letter == "F" for letter in pattern)))
-    if frequency is not None or not sources:
-        every = 1 if frequency is None else read.integer("index_topk_freq")
-        skip = 2 if offset is None else offset
-        if not isinstance(skip, int) or isinstance(skip, bool) or skip < 0:
-            raise ValueError(f"glm5: index_skip_topk_offset must be an integer of at least 0, it is {skip!r}")
-        sources.append(("index_topk_freq", tuple(max(i - skip + 1, 0) % every == 0 for i in range(layers))))
-    (first, full), *others = sources
-    for name, other in others:
-        if other != full:
-            differing = [i for i, (a, b) in enumerate(zip(full, other, strict=True)) if a != b]
-            raise ValueError(f"glm5: {first} and {name} disagree about layers {differing[:5]}")
+    """From indexer_types, else from a pattern, else from a frequency and an offset, as transformers reads it: the first of them that
+    is there counts alone, for published configs have more than one of them."""
+    source, full = _first_full(read, layers)
     if not full[0]:
-        raise ValueError(f"glm5: {first} makes layer 0 shared, but no layer below it chooses tokens for it")
+        raise ValueError(f"glm5: {source} makes layer 0 shared, but no layer below it chooses tokens for it")
     return full
 
 
+def _first_full(read: FieldReader, layers: int) -> tuple[str, tuple[bool, ...]]:
+    """(the field that says so, the layers that choose their tokens)"""
+    named = _kinds(read, "indexer_types", layers, "full", "shared")
+    pattern = read.raw("index_topk_pattern", None)
+    frequency = read.raw("index_topk_freq", None)
+    offset = read.raw("index_skip_topk_offset", None)
+    if named is not None:
+        return "indexer_types", named
+    if isinstance(pattern, list):
+        named = _kinds(read, "index_topk_pattern", layers, "full", "shared")
+        assert named is not None
+        return "index_topk_pattern", named
+    if pattern is not None:
+        if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
+            raise ValueError(f"glm5: index_topk_pattern must have {layers} letters F or S, it is {shown(pattern)}")
+        return "index_topk_pattern", tuple(letter == "F" for letter in pattern)
+    every = 1 if frequency is None else read.integer("index_topk_freq")
+    skip = 2 if offset is None else offset
+    if not isinstance(skip, int) or isinstance(skip, bool) or skip < 0:
+        raise ValueError(f"glm5: index_skip_topk_offset must be an integer of at least 0, it is {shown(skip)}")
+    return "index_topk_freq", tuple(max(i - skip + 1, 0) % every == 0 for i in range(layers))
+
+
 def _sparse(read: FieldReader, layers: int) -> tuple[bool, ...]:
-    named, dense = _kinds(read, "mlp_layer_types", layers, "sparse", "dense"), read.raw("first_k_dense_replace", None)
-    if dense is None:
-        if named is None:
-            raise ValueError("glm5: config.json has neither 'mlp_layer_types' nor 'first_k_dense_replace'")
+    """From mlp_layer_types, else from a count of leading dense layers, which transformers writes beside them and does not read."""
+    named = _kinds(read, "mlp_layer_types", layers, "sparse", "dense")
+    dense = read.raw("first_k_dense_replace", None)
+    if named is not None:
         return named
+    if dense is None:
+        raise ValueError("glm5: config.json has neither 'mlp_layer_types' nor 'first_k_dense_replace'")
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
-        raise ValueError(f"glm5: first_k_dense_replace must be an integer of at least 0, it is {dense!r}")
-    counted = tuple(i >= dense for i in range(layers))
-    if named is not None and named != counted:
-        raise ValueError(f"glm5: first_k_dense_replace {dense} and mlp_layer_types disagree")
-    return counted
+        raise ValueError(f"glm5: first_k_dense_replace must be an integer of at least 0, it is {shown(dense)}")
+    return tuple(i >= dense for i in range(layers))
 
 
 def _published(theta: float, positions: int, full: tuple[bool, ...]) -> GLMConfig:

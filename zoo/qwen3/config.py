@@ -45,6 +45,7 @@ class Qwen3Config:
         """Reads a config.json. ValueError for a missing, unknown or unsupported field, naming it and its value."""
         read = FieldReader("qwen3", fields, IGNORED | {"max_window_layers"})
         kind = read.one_of("model_type", "qwen3", "qwen3_moe")
+        read.is_not_quantised()
         read.trains_as_published()
         read.only("hidden_act", "silu")
         read.only("attention_bias", False)
@@ -61,7 +62,7 @@ class Qwen3Config:
             read.only("mlp_only_layers", [])
             mixture = {
                 # transformers 5 writes num_local_experts
-                "experts": read.integer("num_experts" if "num_experts" in fields else "num_local_experts"),
+                "experts": read.experts("num_experts" if "num_experts" in fields else "num_local_experts", layers),
                 "experts_per_token": read.integer("num_experts_per_tok"),
                 "expert_inner": read.integer("moe_intermediate_size"),
                 "renormalise": read.boolean("norm_topk_prob"),

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
+from zoo.common.reading import shown
 
 CONV_WIDTH = 4
-# fields around a published vision-language config's text part: model_type, text_config and tie_word_embeddings are read, the
-# others by nobody here; all are written back as they were
-WRAPPER = frozenset({
-    "architectures", "model_type", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
-    "vision_end_token_id", "tie_word_embeddings", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+# fields around a published vision-language config's text part: model_type, text_config, tie_word_embeddings and the ends are read,
+# the others by nobody here; all are written back as they were
+WRAPPER = IGNORED | {
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings",
     "language_model_only", "text_config",
-})  # fmt: skip
+}  # fmt: skip
 TYPES = {
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_5_moe_text": "qwen3_5_moe",
 }  # fmt: skip
@@ -79,16 +79,18 @@ class Qwen35Config:
         if wrapped:
             outer = FieldReader("qwen3_5", fields, WRAPPER)
             around = outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
+            outer.is_not_quantised()
             outer.finish()
             if not isinstance(fields["text_config"], dict):
-                raise ValueError(f"qwen3_5: text_config must be an object, it is {fields['text_config']!r}")
+                raise ValueError(f"qwen3_5: text_config must be an object, it is {shown(fields['text_config'])}")
             text = {"tie_word_embeddings": False, **fields["text_config"]}
         read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
         kind, tied = TYPES[read.one_of("model_type", *TYPES)], read.boolean("tie_word_embeddings")
         if wrapped and around != kind:
-            raise ValueError(f"qwen3_5: model_type is {around!r}, and {text['model_type']!r} in text_config")
+            raise ValueError(f"qwen3_5: model_type is {around!r}, and {shown(text['model_type'])} in text_config")
         if wrapped and "tie_word_embeddings" in fields:
             tied = outer.boolean("tie_word_embeddings")  # the vision-language class obeys this one, whatever the inner one is
+        read.is_not_quantised()
         read.trains_as_published()
         read.only("hidden_act", "silu")
         read.only("attention_bias", False, absent=False)
@@ -109,7 +111,7 @@ class Qwen35Config:
         mixture: dict[str, Any] = {"inner": 0}
         if kind == "qwen3_5_moe":
             mixture |= {
-                "experts": read.integer("num_experts"),
+                "experts": read.experts("num_experts", layers),
                 "experts_per_token": read.integer("num_experts_per_tok"),
                 "expert_inner": read.integer("moe_intermediate_size"),
                 "shared_inner": read.integer("shared_expert_intermediate_size"),
@@ -120,6 +122,9 @@ class Qwen35Config:
         else:
             mixture["inner"] = read.integer("intermediate_size")
         theta, rotated = read.partial_rope(head_dim)
+        eos = read.tokens("eos_token_id", vocabulary)
+        if wrapped:  # trainers add their ends outside text_config
+            eos = tuple(dict.fromkeys(eos + outer.tokens("eos_token_id", vocabulary)))
         config = cls(
             vocabulary=vocabulary,
             hidden=read.integer("hidden_size"),
@@ -137,7 +142,7 @@ class Qwen35Config:
             positions=read.integer("max_position_embeddings"),
             tied=tied,
             full=_full_layers(read, layers),
-            eos=read.tokens("eos_token_id", vocabulary),
+            eos=eos,
             wrapped=wrapped,
             published=fields,
             **mixture,
@@ -199,15 +204,17 @@ def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
         regular = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
         types = regular if types is None else types
     if not isinstance(types, list):
-        raise ValueError(f"qwen3_5: layer_types must be a list, it is {types!r}")
+        raise ValueError(f"qwen3_5: layer_types must be a list, it is {shown(types)}")
     unknown = [kind for kind in types if kind not in ("full_attention", "linear_attention")]
     if unknown or len(types) != layers:
-        raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {unknown}")
+        raise ValueError(f"qwen3_5: layer_types has {len(types)} entries for {layers} layers, unknown ones {shown(unknown)}")
     if len(set(types)) != 2:
         raise ValueError(f"qwen3_5: layer_types needs layers of both kinds, all {layers} are {types[0]!r}")
     if interval is not None and types != regular:
         found = [i for i, kind in enumerate(types) if kind == "full_attention"]
-        raise ValueError(f"qwen3_5: full_attention_interval {interval} contradicts layer_types, whose layers of full attention are {found}")
+        raise ValueError(
+            f"qwen3_5: full_attention_interval {interval} contradicts layer_types, whose layers of full attention are {shown(found)}"
+        )
     return tuple(kind == "full_attention" for kind in types)
 
 

@@ -24,7 +24,8 @@ from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import ServingMemory
-from zoo.common.rows import check_id
+from zoo.common.program import parse_dtype
+from zoo.common.rows import check_dense, check_id
 from zoo.common.sampling import SEEDS, SamplingParams, hashed_seed, is_whole, seed_of_sample, shown
 from zoo.common.serving import ForServing
 
@@ -251,7 +252,7 @@ class Engine:
         weights: Iterable[tuple[str, Tensor]] | str | Path,
         mode: str = "recompute",
         version: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> str:
         """Loads weights between two steps, from (published name, tensor) pairs or a checkpoint; returns their content hash.
 
@@ -264,7 +265,7 @@ class Engine:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
         if isinstance(weights, str | Path):
-            pairs: Iterable[tuple[str, Tensor]] = self._stored(weights, dtype)
+            pairs: Iterable[tuple[str, Tensor]] = self._stored(weights, parse_dtype(dtype))
         elif dtype is not None:
             raise ValueError(f"dtype={dtype} rounds the weights of a checkpoint; tensors are taken as they are")
         else:
@@ -354,7 +355,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use")
         order = self._count + ahead
         if not params.ignore_eos:
-            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *config.eos))))
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *self.model.end_tokens))))
         if params.seed is None and not params.is_greedy:
             params = replace(params, seed=hashed_seed("request", self._seed, order))
         return Request(request_id, order, len(tokens), params, scores, tokens)
@@ -570,10 +571,10 @@ def _check_model(model: ForServing) -> None:
 
 def _token_ids(prompt_ids: Sequence[int] | Tensor) -> list[int]:
     """A prompt as a list. ValueError for what is no row of integers, or empty."""
-    if isinstance(prompt_ids, Tensor) and (prompt_ids.dim() != 1 or prompt_ids.is_meta or prompt_ids.layout != torch.strided):
-        what = "on meta" if prompt_ids.is_meta else f"of shape {list(prompt_ids.shape)}"
-        what = what if prompt_ids.layout == torch.strided else f"of layout {prompt_ids.layout}"
-        raise ValueError(f"a prompt must be one row of token ids, not a tensor {what}")
+    if isinstance(prompt_ids, Tensor):
+        check_dense("a prompt", prompt_ids)
+        if prompt_ids.dim() != 1:
+            raise ValueError(f"a prompt must be one row of token ids, not a tensor of shape {list(prompt_ids.shape)}")
     # sets and mappings have no order
     if isinstance(prompt_ids, str | bytes | Set | Mapping) or not hasattr(prompt_ids, "__len__"):
         raise ValueError(f"a prompt must be a sequence of token ids, not {_kind(prompt_ids)}")
