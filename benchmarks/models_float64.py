@@ -151,7 +151,7 @@ class Float64Qwen35(Float64Model):
         queries, k, v = row.split([2 * c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], 1)
         q, gate = queries.unflatten(1, (c.heads, 2, c.head_dim)).unbind(2)
         k, v = (t.unflatten(1, (c.kv_heads, c.head_dim)) for t in (k, v))
-        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.rotated) for t, name in ((q, "q"), (k, "k")))
+        q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.rope_dim) for t, name in ((q, "q"), (k, "k")))
         return (self.attended(q, k, v) * gate.sigmoid()).flatten(1) @ self.p[f"{at}.out.weight"].T
 
     def delta(self, x: Tensor, at: str) -> Tensor:
@@ -189,21 +189,21 @@ class Float64GLM(Float64Model):
 
     def turned(self, x_THE: Tensor) -> Tensor:
         """The leading columns turned in pairs of neighbours, first elements first."""
-        width = self.config.rotated
+        width = self.config.rope_dim
         pairs = x_THE[..., :width].unflatten(-1, (width // 2, 2)).transpose(-1, -2).flatten(-2)
         return self.rotated(torch.cat([pairs, x_THE[..., width:]], -1), width)
 
     def mixer(self, x: Tensor, layer: int) -> Tensor:
         c, at = self.config, f"model.layers.{layer}.attention"
-        query, latent, turning = (x @ self.p[f"{at}.down.weight"].T).split([c.query_rank, c.latent, c.rotated], 1)
+        query, latent, turning = (x @ self.p[f"{at}.down.weight"].T).split([c.query_rank, c.kv_rank, c.rope_dim], 1)
         query, latent = (self.norm(t, self.p[f"{at}.{n}_norm.weight"], LATENT_EPS) for t, n in ((query, "query"), (latent, "latent")))
         if c.full[layer]:
             self.selections.append(self.index(x, query, f"{at}.indexer"))
-        q = (query @ self.p[f"{at}.query_up.weight"].T).unflatten(1, (c.heads, c.plain + c.rotated))
-        k, v = (latent @ self.p[f"{at}.latent_up"].T).unflatten(1, (c.heads, c.plain + c.value)).split([c.plain, c.value], 2)
-        q = torch.cat([q[..., : c.plain], self.turned(q[..., c.plain :])], 2)
+        q = (query @ self.p[f"{at}.query_up.weight"].T).unflatten(1, (c.heads, c.nope_dim + c.rope_dim))
+        k, v = (latent @ self.p[f"{at}.latent_up"].T).unflatten(1, (c.heads, c.nope_dim + c.value_dim)).split([c.nope_dim, c.value_dim], 2)
+        q = torch.cat([q[..., : c.nope_dim], self.turned(q[..., c.nope_dim :])], 2)
         k = torch.cat([k, self.turned(turning[:, None]).expand(-1, c.heads, -1)], 2)
-        scores = torch.einsum("qhe,khe->hqk", q, k) * (c.plain + c.rotated) ** -0.5
+        scores = torch.einsum("qhe,khe->hqk", q, k) * (c.nope_dim + c.rope_dim) ** -0.5
         shares = scores.masked_fill(~self.selections[-1], -torch.inf).softmax(-1)
         return torch.einsum("hqk,khe->qhe", shares, v).flatten(1) @ self.p[f"{at}.out.weight"].T
 

@@ -38,7 +38,7 @@ from benchmarks.work import OPS, Place, Work
 from benchmarks.work.shapes import CONTEXTS, HEADS_OF_VOCABULARY, LINEARS, MIXTURES
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK
-from zoo.common.program import Program, narrow_parts, resolve
+from zoo.common.program import Program, resolve, split_k
 from zoo.testing import LawBroken, assert_same_bytes
 from zoo.verify.qualify import Target
 
@@ -177,7 +177,7 @@ def _admit(place: Place, names: Sequence[str], shapes: str, budget: Budget) -> N
         for model, each in LINEARS.items():
             for name, (n, k, wide) in each.items():
                 if re.search(shapes, f"{model} {name} {n}x{k}" + (" fp32" if wide else "")):
-                    targets.append(Target("linear", (n, k, narrow_parts(n, k))))
+                    targets.append(Target("linear", (n, k, split_k(n, k))))
     if "log_prob" in names:
         for model, (v, k) in HEADS_OF_VOCABULARY.items():
             if re.search(shapes, f"{model} {v}x{k}"):

@@ -16,7 +16,7 @@ from benchmarks.work.shapes import BIASED, HEADS_OF_VOCABULARY, LINEARS, MIXTURE
 from zoo.common import ops
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK
-from zoo.common.program import Program, narrow_parts
+from zoo.common.program import Program, split_k
 from zoo.verify.qualify import Target
 
 
@@ -30,7 +30,7 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
             if (name == "head" and rows > 256) or (name == "head chunk" and rows <= 256):
                 continue
             n, k = place.size(n, 96), place.size(k, 64)
-            parts = narrow_parts(n, k)
+            parts = split_k(n, k)
             kind = torch.float32 if wide else torch.bfloat16
             sets = sets_for(2 * n * k) if not place.tiny else 1
             weights, x = [place.randn(n, k, scale=k**-0.5) for _ in range(sets)], place.randn(rows, k)

@@ -29,11 +29,11 @@ PAGE = 80
 SEGMENT = 256
 POSITIONS = 512
 REQUESTS = 5  # places in SGLang's table, the padding row counted
-SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "rotated": 8, "key_heads": 1,
+SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "rope_dim": 8, "key_heads": 1,
                          "value_heads": 2, "key_dim": 16, "value_dim": 16, "vocabulary": 300, "positions": POSITIONS}  # fmt: skip
 CONFIGS = {
-    "dense": replace(SIZES["tiny"], **SHAPE, inner=64),
-    "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_inner=16, shared_inner=32),
+    "dense": replace(SIZES["tiny"], **SHAPE, intermediate=64),
+    "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_intermediate=16, shared_intermediate=32),
 }
 
 

@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[type[ForServing], Any]] = {
     "glm5": (GLMForServing, replace(LATENT_SIZES["tiny"].first_layers(2), index_top_k=256)),
 }
 # heads of 256 have pages of 80 and key segments of 2080
-WIDE = (Qwen35ForServing, replace(HYBRID_SIZES["tiny"], **HYBRID, head_dim=256, rotated=64))
+WIDE = (Qwen35ForServing, replace(HYBRID_SIZES["tiny"], **HYBRID, head_dim=256, rope_dim=64))
 
 
 def made(kind: str, device: str) -> ForServing:

@@ -25,7 +25,7 @@ from zoo.common.engine import Engine
 from zoo.common.layers import RotaryTable
 from zoo.common.memory import PackedKeyValues
 from zoo.common.ops.attention.reference import KEY_TILE
-from zoo.common.program import narrow_parts, resolve
+from zoo.common.program import resolve, split_k
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
 from zoo.common.training import ForRL
@@ -112,7 +112,7 @@ class TestFingerprint:
             ("qwen3", {"eps": 1e-3}),
             ("qwen3_moe", {"experts_per_token": 4}),
             ("qwen3_moe", {"renormalise": False}),
-            ("qwen3_5", {"rotated": 16}),
+            ("qwen3_5", {"rope_dim": 16}),
         ],
     )
     def test_another_config_is_refused(self, arch: str, change: dict[str, Any]) -> None:
@@ -471,10 +471,10 @@ def test_rope_theta_may_stand_in_either_place_or_both() -> None:
 @pytest.mark.parametrize("outputs", [1, 8, 16, 128, 256, 300])
 def test_parts_of_a_narrow_linear_divide_it(outputs: int) -> None:
     for inputs in (96, 1024, 1028, 2048, 4100, 5121, 6144, 8200, 10002, 16384):
-        parts = narrow_parts(outputs, inputs)
+        parts = split_k(outputs, inputs)
         assert inputs % parts == 0 and parts in (1, 2, 4, 8, 16)
-    assert narrow_parts(1, 2048) == 8 and narrow_parts(256, 6144) == 8 and narrow_parts(24, 16384) == 16
-    assert narrow_parts(24, 8200) == 8 and narrow_parts(24, 10002) == 2 and narrow_parts(1, 1028) == 4
+    assert split_k(1, 2048) == 8 and split_k(256, 6144) == 8 and split_k(24, 16384) == 16
+    assert split_k(24, 8200) == 8 and split_k(24, 10002) == 2 and split_k(1, 1028) == 4
 
 
 def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:

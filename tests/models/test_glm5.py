@@ -44,8 +44,21 @@ from zoo.verify.shrink import reproduction
 from zoo.verify.subject import Subject
 from zoo.verify.trace import first_divergence
 
-SHAPE: dict[str, Any] = {"hidden": 64, "heads": 3, "query_rank": 48, "latent": 32, "plain": 16, "rotated": 8, "value": 24, "index_dim": 16,
-                         "index_heads": 4, "index_top_k": 12, "inner": 64, "expert_inner": 16, "shared_inner": 16}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 3,
+    "query_rank": 48,
+    "kv_rank": 32,
+    "nope_dim": 16,
+    "rope_dim": 8,
+    "value_dim": 24,
+    "index_dim": 16,
+    "index_heads": 4,
+    "index_top_k": 12,
+    "intermediate": 64,
+    "expert_intermediate": 16,
+    "shared_intermediate": 16,
+}
 CONFIGS = {
     # few index heads: many scores are equal
     "three choose": replace(SIZES["tiny"], **SHAPE),

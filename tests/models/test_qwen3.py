@@ -32,13 +32,13 @@ from zoo.common.rows import Rows
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3Config, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
 
-SMALL = replace(SIZES["tiny"], layers=2, heads=8, head_dim=16, hidden=64, inner=96, vocabulary=300)
+SMALL = replace(SIZES["tiny"], layers=2, heads=8, head_dim=16, hidden=64, intermediate=96, vocabulary=300)
 CONFIGS: dict[str, Qwen3Config] = {
     "dense": SIZES["tiny"],
     "moe": MOE_SIZES["tiny"],
     "tied": replace(SMALL, tied=True),
     # sums over 1024 and more, whose order BF16 rounding does not hide
-    "wide": replace(SMALL, hidden=1024, inner=1056, layers=1, kv_heads=1),
+    "wide": replace(SMALL, hidden=1024, intermediate=1056, layers=1, kv_heads=1),
     "unnormalised": replace(MOE_SIZES["tiny"], layers=1, experts=5, experts_per_token=3, renormalise=False, vocabulary=257),
     **{f"ratio {ratio}": replace(SMALL, kv_heads=8 // ratio) for ratio in (1, 2, 4, 8)},
 }

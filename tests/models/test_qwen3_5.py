@@ -41,8 +41,8 @@ from zoo.verify.shrink import reproduction
 from zoo.verify.subject import Settings, build, config_of
 
 SMALL = replace(
-    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rotated=8, key_heads=1,
-    value_heads=2, key_dim=16, value_dim=16, inner=64, vocabulary=300,
+    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rope_dim=8, key_heads=1,
+    value_heads=2, key_dim=16, value_dim=16, intermediate=64, vocabulary=300,
 )  # fmt: skip
 CONFIGS: dict[str, Qwen35Config] = {
     "dense": SIZES["tiny"],
@@ -50,7 +50,7 @@ CONFIGS: dict[str, Qwen35Config] = {
     "small": SMALL,
     "tied": replace(SMALL, tied=True),
     # sums over 1024 and more, whose order BF16 rounding does not hide
-    "wide": replace(SMALL, hidden=1024, inner=1056),
+    "wide": replace(SMALL, hidden=1024, intermediate=1056),
     "full layer first, three values a key": replace(SMALL, layers=3, full=(True, False, False), key_heads=2, value_heads=6, value_dim=32),
     "five experts": replace(
         MOE_SIZES["tiny"],
@@ -59,8 +59,8 @@ CONFIGS: dict[str, Qwen35Config] = {
         hidden=64,
         experts=5,
         experts_per_token=3,
-        expert_inner=24,
-        shared_inner=40,
+        expert_intermediate=24,
+        shared_intermediate=40,
     ),
 }
 LENGTHS = (70, 1, 65)

@@ -30,11 +30,11 @@ from zoo.common.sampling import SamplingParams
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
 SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,
-                         "rotated": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
+                         "rope_dim": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
                          "vocabulary": 300}  # fmt: skip
 CONFIGS = {
-    "dense": replace(SIZES["tiny"], **SHAPE, inner=64),
-    "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_inner=16, shared_inner=32),
+    "dense": replace(SIZES["tiny"], **SHAPE, intermediate=64),
+    "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_intermediate=16, shared_intermediate=32),
 }
 KINDS = tuple(CONFIGS)
 
@@ -516,7 +516,11 @@ def test_memory_is_given_back_and_taken_again() -> None:
 def published(name: str) -> Qwen35Config:
     """A published size's states and pages around little else."""
     config = {**SIZES, **MOE_SIZES}[name]
-    experts = {"experts": 2, "experts_per_token": 1, "expert_inner": 16, "shared_inner": 16} if config.experts else {"inner": 16}
+    experts = (
+        {"experts": 2, "experts_per_token": 1, "expert_intermediate": 16, "shared_intermediate": 16}
+        if config.experts
+        else {"intermediate": 16}
+    )
     return replace(config, hidden=16, heads=config.kv_heads, vocabulary=300, eos=(), **experts)
 
 

@@ -16,7 +16,7 @@ from zoo.common.training import Scores
 from zoo.qwen3 import SIZES, Qwen3ForRL
 from zoo.testing import assert_same_bytes
 
-CONFIG = replace(SIZES["tiny"], layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, inner=32, vocabulary=300, positions=24)
+CONFIG = replace(SIZES["tiny"], layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=32, vocabulary=300, positions=24)
 IDS, STARTS = torch.arange(10), torch.tensor([0, 4, 10])
 PADDED = torch.arange(12).view(2, 6)
 

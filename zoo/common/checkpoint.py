@@ -85,22 +85,22 @@ def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int]]) -> E
     return Entry(ours, (tuple(pieces),))
 
 
-def gated_mlp(ours: str, theirs: str, hidden: int, inner: int) -> list[Entry]:
+def gated_mlp(ours: str, theirs: str, hidden: int, intermediate: int) -> list[Entry]:
     """The parameters of a `GatedMLP`: gate over up, and down."""
     return [
-        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", inner) for n in ("gate", "up")]),
-        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, inner)),
+        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", intermediate) for n in ("gate", "up")]),
+        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, intermediate)),
     ]
 
 
-def separate_experts(theirs: str, count: int, hidden: int, inner: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+def separate_experts(theirs: str, count: int, hidden: int, intermediate: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """The layouts of `Experts`' gate_up and down where each expert's projections are published by themselves."""
     gate_up = tuple(
-        Piece(f"{theirs}.{e}.{name}_proj.weight", (inner, hidden), expert=e, start=start)
+        Piece(f"{theirs}.{e}.{name}_proj.weight", (intermediate, hidden), expert=e, start=start)
         for e in range(count)
-        for name, start in (("gate", 0), ("up", inner))
+        for name, start in (("gate", 0), ("up", intermediate))
     )
-    return gate_up, tuple(Piece(f"{theirs}.{e}.down_proj.weight", (hidden, inner), expert=e) for e in range(count))
+    return gate_up, tuple(Piece(f"{theirs}.{e}.down_proj.weight", (hidden, intermediate), expert=e) for e in range(count))
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,10 @@ class FieldReader:
     def partial_rope(self, head_dim: int) -> tuple[float, int]:
         """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
         theta, part = self._rope("rope_theta", "partial_rotary_factor", ignored=("mrope_section", "mrope_interleaved"))
-        rotated = int(head_dim * part)
-        if rotated % 2 or not 0 < rotated <= head_dim:
+        rope_dim = int(head_dim * part)
+        if rope_dim % 2 or not 0 < rope_dim <= head_dim:
             raise ValueError(f"{self.family}: partial_rotary_factor {part} of head_dim {head_dim} is not an even part of a head")
-        return theta, rotated
+        return theta, rope_dim
 
     def _rope(self, *names: str, ignored: tuple[str, ...] = ()) -> list[float]:
         """Positive numbers that stand beside the other fields, in rope_parameters or rope_scaling, or in several with one value."""

@@ -51,10 +51,10 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x); gate and up are one Linear, gate rows first."""
 
-    def __init__(self, hidden: int, inner: int, program: Program) -> None:
+    def __init__(self, hidden: int, intermediate: int, program: Program) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2 * inner, program)
-        self.down = Linear(inner, hidden, program)
+        self.gate_up = Linear(hidden, 2 * intermediate, program)
+        self.down = Linear(intermediate, hidden, program)
         self.program = program
 
     def forward(self, x_RD: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]."""
 
-    def __init__(self, count: int, hidden: int, inner: int, program: Program) -> None:
+    def __init__(self, count: int, hidden: int, intermediate: int, program: Program) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=program.torch_dtype))
-        self.down = nn.Parameter(torch.empty(count, hidden, inner, dtype=program.torch_dtype))
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * intermediate, hidden, dtype=program.torch_dtype))
+        self.down = nn.Parameter(torch.empty(count, hidden, intermediate, dtype=program.torch_dtype))
         self.program = program
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
@@ -78,14 +78,14 @@ class Experts(nn.Module):
 class RotaryTable(nn.Module):
     """The whole FP32 table, made on the CPU and moved where it is first used; not a buffer, since .to(bfloat16) would round it."""
 
-    def __init__(self, positions: int, rotated: int, theta: float, program: Program) -> None:
+    def __init__(self, positions: int, rope_dim: int, theta: float, program: Program) -> None:
         super().__init__()
-        self.positions, self.rotated, self.theta, self.program = positions, rotated, theta, program
+        self.positions, self.rope_dim, self.theta, self.program = positions, rope_dim, theta, program
         self.table_PC2 = torch.empty(0)
 
     def reset_buffers(self, device: torch.device | str) -> None:
         with torch.device("cpu"):
-            self.table_PC2 = ops.rope_table(self.positions, self.rotated, self.theta).to(device)
+            self.table_PC2 = ops.rope_table(self.positions, self.rope_dim, self.theta).to(device)
 
     def on(self, device: torch.device) -> Tensor:
         """The table on a device, made there unless it is."""

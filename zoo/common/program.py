@@ -146,7 +146,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contribut
     return Program(name, kind, text, key_segments=KEY_SEGMENTS[kind] if name == "aligned" else (), contributors=contributors)
 
 
-def narrow_parts(outputs: int, inputs: int) -> int:
+def split_k(outputs: int, inputs: int) -> int:
     """K parts of a narrow linear (routers, gates), a constant of its shape: see DECISIONS, `k_parts`.
 
     Where the parts wanted don't divide K, the next smaller power of two that does.

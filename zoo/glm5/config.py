@@ -22,12 +22,12 @@ LATENT_EPS = 1e-6  # of the norms between two projections, whatever rms_norm_eps
 class GLMConfig:
     """Geometry of a GLM-5 model.
 
-    query_rank, latent  widths that queries, and keys with values, go through
-    plain, rotated      columns of a query or key head without and with positions; `value` those of a value head
-    full                layers that choose the tokens they read; the others read what the last of them below chose
-    sparse              layers with routed experts; the others have one dense MLP
-    mtp_layers          published layers behind the last, which are carried and not used
-    published           config.json as it was read
+    query_rank, kv_rank  widths that queries, and keys with values, go through
+    nope_dim, rope_dim   columns of a query or key head without and with positions; `value_dim` those of a value head
+    full                 layers that choose the tokens they read; the others read what the last of them below chose
+    sparse               layers with routed experts; the others have one dense MLP
+    mtp_layers           published layers behind the last, which are carried and not used
+    published            config.json as it was read
     """
 
     vocabulary: int
@@ -35,19 +35,19 @@ class GLMConfig:
     layers: int
     heads: int
     query_rank: int
-    latent: int
-    plain: int
-    rotated: int
-    value: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
     index_heads: int
     index_dim: int
     index_top_k: int
     full: tuple[bool, ...]
     sparse: tuple[bool, ...]
-    inner: int
+    intermediate: int
     experts: int
-    expert_inner: int
-    shared_inner: int
+    expert_intermediate: int
+    shared_intermediate: int
     choice: Choice
     eps: float
     theta: float
@@ -67,7 +67,7 @@ class GLMConfig:
     @property
     def cached(self) -> int:
         """Columns of a token's latent row: keys and values before their up-projection, and the rotated part of all heads' keys."""
-        return self.latent + self.rotated
+        return self.kv_rank + self.rope_dim
 
     def first_layers(self, layers: int) -> GLMConfig:
         """The same geometry with the first `layers` layers only."""
@@ -93,14 +93,15 @@ class GLMConfig:
         _kinds(read, "layer_types", layers, *ATTENTION)
         heads = read.integer("num_attention_heads")
         read.only("num_key_value_heads", heads)
-        plain, rotated = read.integer("qk_nope_head_dim"), read.integer("qk_rope_head_dim")
-        if rotated % 2:
-            raise ValueError(f"glm5: qk_rope_head_dim must be even, it is {rotated}")
-        read.only("qk_head_dim", plain + rotated, absent=plain + rotated)
+        nope_dim = read.integer("qk_nope_head_dim")
+        rope_dim = read.integer("qk_rope_head_dim")
+        if rope_dim % 2:
+            raise ValueError(f"glm5: qk_rope_head_dim must be even, it is {rope_dim}")
+        read.only("qk_head_dim", nope_dim + rope_dim, absent=nope_dim + rope_dim)
         index_dim = read.integer("index_head_dim")
-        if index_dim < rotated:
-            raise ValueError(f"glm5: index_head_dim {index_dim} is below qk_rope_head_dim {rotated}")
-        expert_inner = read.integer("moe_intermediate_size")
+        if index_dim < rope_dim:
+            raise ValueError(f"glm5: index_head_dim {index_dim} is below qk_rope_head_dim {rope_dim}")
+        expert_intermediate = read.integer("moe_intermediate_size")
         experts, choice = _experts(read, layers)
         config = cls(
             vocabulary=vocabulary,
@@ -108,19 +109,19 @@ class GLMConfig:
             layers=layers,
             heads=heads,
             query_rank=read.integer("q_lora_rank"),
-            latent=read.integer("kv_lora_rank"),
-            plain=plain,
-            rotated=rotated,
-            value=read.integer("v_head_dim"),
+            kv_rank=read.integer("kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=read.integer("v_head_dim"),
             index_heads=read.integer("index_n_heads"),
             index_dim=index_dim,
             index_top_k=read.integer("index_topk"),
             full=_full(read, layers),
             sparse=_sparse(read, layers),
-            inner=read.integer("intermediate_size"),
+            intermediate=read.integer("intermediate_size"),
             experts=experts,
-            expert_inner=expert_inner,
-            shared_inner=expert_inner * read.integer("n_shared_experts"),
+            expert_intermediate=expert_intermediate,
+            shared_intermediate=expert_intermediate * read.integer("n_shared_experts"),
             choice=choice,
             eps=read.number("rms_norm_eps"),
             theta=read.rope_theta(),
@@ -142,23 +143,23 @@ class GLMConfig:
             "model_type": self.model_type,
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "moe_intermediate_size": self.expert_inner,
+            "intermediate_size": self.intermediate,
+            "moe_intermediate_size": self.expert_intermediate,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "q_lora_rank": self.query_rank,
-            "kv_lora_rank": self.latent,
-            "qk_nope_head_dim": self.plain,
-            "qk_rope_head_dim": self.rotated,
-            "v_head_dim": self.value,
+            "kv_lora_rank": self.kv_rank,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
             "index_n_heads": self.index_heads,
             "index_head_dim": self.index_dim,
             "index_topk": self.index_top_k,
             "indexer_types": ["full" if full else "shared" for full in self.full],
             "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in self.sparse],
             "n_routed_experts": self.experts,
-            "n_shared_experts": self.shared_inner // self.expert_inner,
+            "n_shared_experts": self.shared_intermediate // self.expert_intermediate,
             "num_experts_per_tok": self.choice.top_k,
             "n_group": self.choice.groups,
             "topk_group": self.choice.open_groups,

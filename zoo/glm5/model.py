@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo.common import ops
 from zoo.common.latent_memory import LatentLayer
 from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable
-from zoo.common.program import Program, narrow_parts
+from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import CausalModel
 from zoo.glm5.config import LATENT_EPS, GLMConfig
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         self.query = Linear(config.query_rank, self.heads * self.width, program)
         # keys, then the heads' weights: two narrow projections of one input
         outputs = self.width + self.heads
-        self.key_weights = Linear(config.hidden, outputs, program, k_parts=narrow_parts(outputs, config.hidden))
+        self.key_weights = Linear(config.hidden, outputs, program, k_parts=split_k(outputs, config.hidden))
         self.norm = LayerNorm(self.width, program)
 
     @torch.no_grad()
@@ -65,19 +65,21 @@ class Indexer(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention in its absorbed form: queries go to the latent rows, which are cached, and not the rows to heads.
 
-    latent_up [H (plain + value), latent]: each head's key rows, then its value rows.
+    latent_up [H (nope_dim + value_dim), kv_rank]: each head's key rows, then its value rows.
     """
 
     def __init__(self, config: GLMConfig, program: Program, full: bool) -> None:
         super().__init__()
         self.config, self.program = config, program
-        self.scale = (config.plain + config.rotated) ** -0.5
+        self.scale = (config.nope_dim + config.rope_dim) ** -0.5
         self.down = Linear(config.hidden, config.query_rank + config.cached, program)
         self.query_norm = RMSNorm(config.query_rank, LATENT_EPS, program)
-        self.latent_norm = RMSNorm(config.latent, LATENT_EPS, program)
-        self.query_up = Linear(config.query_rank, config.heads * (config.plain + config.rotated), program)
-        self.latent_up = nn.Parameter(torch.empty(config.heads * (config.plain + config.value), config.latent, dtype=program.torch_dtype))
-        self.out = Linear(config.heads * config.value, config.hidden, program)
+        self.latent_norm = RMSNorm(config.kv_rank, LATENT_EPS, program)
+        self.query_up = Linear(config.query_rank, config.heads * (config.nope_dim + config.rope_dim), program)
+        self.latent_up = nn.Parameter(
+            torch.empty(config.heads * (config.nope_dim + config.value_dim), config.kv_rank, dtype=program.torch_dtype)
+        )
+        self.out = Linear(config.heads * config.value_dim, config.hidden, program)
         if full:
             self.indexer = Indexer(config, program)
 
@@ -86,20 +88,20 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(branch rows, the tokens that were read): its own choice, or `selected_RK` where a layer below made it."""
         c, table = self.config, rotary.on(x_RD.device)
-        query_RC, latent_RC, rotated_RC = self.down(x_RD).split((c.query_rank, c.latent, c.rotated), dim=1)
+        query_RC, latent_RC, rotated_RC = self.down(x_RD).split((c.query_rank, c.kv_rank, c.rope_dim), dim=1)
         query_RC, latent_RC = self.query_norm(query_RC)[0], self.latent_norm(latent_RC)[0]
         if "indexer" in self._modules:
             selected_RK = self.indexer(x_RD, query_RC, rows, memory, rotary)
         assert selected_RK is not None, "the first layer chooses"
         rotated_R1C = ops.rope(rotated_RC[:, None], table, rows.positions_R, program=self.program, neighbours=True)
         latents = memory.append(torch.cat([latent_RC, rotated_R1C[:, 0]], 1), rows)
-        q_RHE = self.query_up(query_RC).unflatten(1, (c.heads, c.plain + c.rotated))
-        plain_RHE, turning_RHE = q_RHE.split((c.plain, c.rotated), dim=2)
-        key_up, value_up = self.latent_up.unflatten(0, (c.heads, c.plain + c.value)).split((c.plain, c.value), dim=1)
+        q_RHE = self.query_up(query_RC).unflatten(1, (c.heads, c.nope_dim + c.rope_dim))
+        plain_RHE, turning_RHE = q_RHE.split((c.nope_dim, c.rope_dim), dim=2)
+        key_up, value_up = self.latent_up.unflatten(0, (c.heads, c.nope_dim + c.value_dim)).split((c.nope_dim, c.value_dim), dim=1)
         absorbed_RHC = ops.head_linear(plain_RHE, key_up.transpose(1, 2), program=self.program)
         turned_RHE = ops.rope(turning_RHE, table, rows.positions_R, program=self.program, neighbours=True)
         q_RHC = torch.cat([absorbed_RHC, turned_RHE], 2)
-        o_RHV = ops.sparse_attention(q_RHC, latents, selected_RK, rows, c.latent, self.scale, program=self.program)
+        o_RHV = ops.sparse_attention(q_RHC, latents, selected_RK, rows, c.kv_rank, self.scale, program=self.program)
         return self.out(ops.head_linear(o_RHV, value_up, program=self.program).flatten(1)), selected_RK
 
 
@@ -121,10 +123,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: GLMConfig, program: Program) -> None:
         super().__init__()
         hidden = config.hidden
-        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden))
+        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=split_k(config.experts, hidden))
         self.route = BiasedRoute(config, program)
-        self.experts = Experts(config.experts, hidden, config.expert_inner, program)
-        self.shared = GatedMLP(hidden, config.shared_inner, program)
+        self.experts = Experts(config.experts, hidden, config.expert_intermediate, program)
+        self.shared = GatedMLP(hidden, config.shared_intermediate, program)
 
     def forward(self, x_RD: Tensor) -> Tensor:
         weights_RK, experts_RK = self.route(self.router(x_RD))
@@ -147,7 +149,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.eps, program)
         self.attention = LatentAttention(config, program, full)
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
-        self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.inner, program)
+        self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.intermediate, program)
 
     def forward(self, carry: Selected, rows: Rows, memory: LatentLayer, rotary: RotaryTable) -> Selected:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
@@ -165,7 +167,7 @@ class GLMModel(CausalModel):
         kinds = zip(config.full, config.sparse, strict=True)
         self.layers = nn.ModuleList(DecoderLayer(config, program, full, sparse) for full, sparse in kinds)
         self.norm = RMSNorm(config.hidden, config.eps, program)
-        self.rotary = RotaryTable(config.positions, config.rotated, config.theta, program)
+        self.rotary = RotaryTable(config.positions, config.rope_dim, config.theta, program)
         if not config.tied:
             self.head = Embedding(config.vocabulary, config.hidden, program)
 

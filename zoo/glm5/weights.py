@@ -31,7 +31,7 @@ def table(config: GLMConfig) -> WeightTable:
             single(f"{layer}.post_norm.weight", f"{layer}.post_attention_layernorm.weight", (hidden,)),
             *_attention(config, layer),
             *(_indexer(config, layer) if full else ()),
-            *(_mixture(config, layer) if sparse else gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.inner)),
+            *(_mixture(config, layer) if sparse else gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.intermediate)),
         ]
     carried = tuple(rf"model\.layers\.{config.layers + i}\..*" for i in range(config.mtp_layers))
     return WeightTable(tuple(entries), carried=carried, fp32=FP32, frozen=FROZEN)
@@ -43,10 +43,10 @@ def _attention(config: GLMConfig, layer: str) -> list[Entry]:
     return [
         stacked_rows(f"{ours}.down.weight", config.hidden, down),
         single(f"{ours}.query_norm.weight", f"{theirs}.q_a_layernorm.weight", (config.query_rank,)),
-        single(f"{ours}.latent_norm.weight", f"{theirs}.kv_a_layernorm.weight", (config.latent,)),
-        single(f"{ours}.query_up.weight", f"{theirs}.q_b_proj.weight", (heads * (config.plain + config.rotated), config.query_rank)),
-        single(f"{ours}.latent_up", f"{theirs}.kv_b_proj.weight", (heads * (config.plain + config.value), config.latent)),
-        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, heads * config.value)),
+        single(f"{ours}.latent_norm.weight", f"{theirs}.kv_a_layernorm.weight", (config.kv_rank,)),
+        single(f"{ours}.query_up.weight", f"{theirs}.q_b_proj.weight", (heads * (config.nope_dim + config.rope_dim), config.query_rank)),
+        single(f"{ours}.latent_up", f"{theirs}.kv_b_proj.weight", (heads * (config.nope_dim + config.value_dim), config.kv_rank)),
+        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, heads * config.value_dim)),
     ]
 
 
@@ -63,13 +63,13 @@ def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
 
 def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
     mlp, count, hidden = f"{layer}.mlp", config.experts, config.hidden
-    gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_inner)
+    gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_intermediate)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
         single(f"{mlp}.route.bias", f"{mlp}.gate.e_score_correction_bias", (count,)),
         Entry(f"{mlp}.experts.gate_up", (gate_up,)),
         Entry(f"{mlp}.experts.down", (down,)),
-        *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_inner),
+        *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_intermediate),
     ]
 
 

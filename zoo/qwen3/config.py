@@ -18,14 +18,14 @@ class Qwen3Config:
     heads: int
     kv_heads: int
     head_dim: int
-    inner: int
+    intermediate: int
     eps: float
     theta: float
     positions: int
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
-    expert_inner: int = 0
+    expert_intermediate: int = 0
     renormalise: bool = True
     eos: tuple[int, ...] = ()
 
@@ -64,7 +64,7 @@ class Qwen3Config:
                 # transformers 5 writes num_local_experts
                 "experts": read.experts("num_experts" if "num_experts" in fields else "num_local_experts", layers),
                 "experts_per_token": read.integer("num_experts_per_tok"),
-                "expert_inner": read.integer("moe_intermediate_size"),
+                "expert_intermediate": read.integer("moe_intermediate_size"),
                 "renormalise": read.boolean("norm_topk_prob"),
             }
             if mixture["experts_per_token"] > mixture["experts"]:
@@ -76,7 +76,7 @@ class Qwen3Config:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=read.integer("head_dim"),
-            inner=read.integer("intermediate_size"),
+            intermediate=read.integer("intermediate_size"),
             eps=read.number("rms_norm_eps"),
             theta=read.rope_theta(),
             positions=read.integer("max_position_embeddings"),
@@ -94,7 +94,7 @@ class Qwen3Config:
             "model_type": self.model_type,
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
+            "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
@@ -114,7 +114,7 @@ class Qwen3Config:
             fields |= {
                 "num_experts": self.experts,
                 "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.expert_inner,
+                "moe_intermediate_size": self.expert_intermediate,
                 "norm_topk_prob": self.renormalise,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
@@ -131,8 +131,8 @@ _DENSE = {
     "32b": (5120, 64, 64, 8, 25600, False),
 }
 SIZES = {
-    name: Qwen3Config(151936, hidden, layers, heads, kv, 128, inner, 1e-6, 1e6, 40960, tied, eos=(151645,))
-    for name, (hidden, layers, heads, kv, inner, tied) in _DENSE.items()
+    name: Qwen3Config(151936, hidden, layers, heads, kv, 128, intermediate, 1e-6, 1e6, 40960, tied, eos=(151645,))
+    for name, (hidden, layers, heads, kv, intermediate, tied) in _DENSE.items()
 }
 SIZES["tiny"] = Qwen3Config(512, 128, 3, 4, 2, 64, 256, 1e-6, 1e6, 4096, False, eos=(2,))
 MOE_SIZES = {

@@ -1,6 +1,6 @@
 """Qwen3 and Qwen3-MoE: the arithmetic of the layers, once, for every engine.
 
-R rows, D hidden, H query heads, G key heads, E head dim, F inner width, X experts, K experts per token.
+R rows, D hidden, H query heads, G key heads, E head dim, F intermediate width, X experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo.common import ops
 from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
 from zoo.common.memory import KeyValueMemory
-from zoo.common.program import Program, narrow_parts
+from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import Branched, CausalModel
 from zoo.qwen3.config import Qwen3Config
@@ -46,9 +46,9 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Qwen3Config, program: Program) -> None:
         super().__init__()
         self.router = Linear(
-            config.hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, config.hidden)
+            config.hidden, config.experts, program, out_dtype=torch.float32, k_parts=split_k(config.experts, config.hidden)
         )
-        self.experts = Experts(config.experts, config.hidden, config.expert_inner, program)
+        self.experts = Experts(config.experts, config.hidden, config.expert_intermediate, program)
         self.top_k, self.renormalise, self.program = config.experts_per_token, config.renormalise, program
 
     def forward(self, x_RD: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.eps, program)
         self.attention = Attention(config, program)
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
-        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
+        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.intermediate, program)
 
     def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable) -> Branched:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)

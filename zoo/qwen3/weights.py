@@ -29,12 +29,12 @@ def table(config: Qwen3Config) -> WeightTable:
         if config.experts:
             entries += _experts(config, f"{layer}.mlp")
         else:
-            entries += gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.inner)
+            entries += gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.intermediate)
     return WeightTable(tuple(entries), carried=())
 
 
 def _experts(config: Qwen3Config, mlp: str) -> list[Entry]:
-    gate_up, down = separate_experts(f"{mlp}.experts", config.experts, config.hidden, config.expert_inner)
+    gate_up, down = separate_experts(f"{mlp}.experts", config.experts, config.hidden, config.expert_intermediate)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (config.experts, config.hidden)),
         Entry(f"{mlp}.experts.gate_up", (gate_up,)),

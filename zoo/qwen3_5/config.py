@@ -35,12 +35,12 @@ class Qwen35Config:
     heads: int
     kv_heads: int
     head_dim: int
-    rotated: int
+    rope_dim: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    inner: int
+    intermediate: int
     eps: float
     theta: float
     positions: int
@@ -48,8 +48,8 @@ class Qwen35Config:
     full: tuple[bool, ...]
     experts: int = 0
     experts_per_token: int = 0
-    expert_inner: int = 0
-    shared_inner: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
     eos: tuple[int, ...] = ()
     wrapped: bool = False
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -108,20 +108,20 @@ class Qwen35Config:
         if value_heads % key_heads:
             raise ValueError(f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
         head_dim = read.integer("head_dim")
-        mixture: dict[str, Any] = {"inner": 0}
+        mixture: dict[str, Any] = {"intermediate": 0}
         if kind == "qwen3_5_moe":
             mixture |= {
                 "experts": read.experts("num_experts", layers),
                 "experts_per_token": read.integer("num_experts_per_tok"),
-                "expert_inner": read.integer("moe_intermediate_size"),
-                "shared_inner": read.integer("shared_expert_intermediate_size"),
+                "expert_intermediate": read.integer("moe_intermediate_size"),
+                "shared_intermediate": read.integer("shared_expert_intermediate_size"),
             }
             read.raw("intermediate_size", None)  # of the dense family; published beside the experts' own
             if mixture["experts_per_token"] > mixture["experts"]:
                 raise ValueError(f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}")
         else:
-            mixture["inner"] = read.integer("intermediate_size")
-        theta, rotated = read.partial_rope(head_dim)
+            mixture["intermediate"] = read.integer("intermediate_size")
+        theta, rope_dim = read.partial_rope(head_dim)
         eos = read.tokens("eos_token_id", vocabulary)
         if wrapped:  # trainers add their ends outside text_config
             eos = tuple(dict.fromkeys(eos + outer.tokens("eos_token_id", vocabulary)))
@@ -132,7 +132,7 @@ class Qwen35Config:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rotated=rotated,
+            rope_dim=rope_dim,
             key_heads=key_heads,
             value_heads=value_heads,
             key_dim=read.integer("linear_key_head_dim"),
@@ -173,7 +173,7 @@ class Qwen35Config:
             "layer_types": ["full_attention" if full else "linear_attention" for full in self.full],
             "rms_norm_eps": self.eps,
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": self.theta, "partial_rotary_factor": self.rotated / self.head_dim,
+                "rope_type": "default", "rope_theta": self.theta, "partial_rotary_factor": self.rope_dim / self.head_dim,
             },
             "max_position_embeddings": self.positions,
             "tie_word_embeddings": self.tied,
@@ -188,11 +188,11 @@ class Qwen35Config:
             fields |= {
                 "num_experts": self.experts,
                 "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.expert_inner,
-                "shared_expert_intermediate_size": self.shared_inner,
+                "moe_intermediate_size": self.expert_intermediate,
+                "shared_expert_intermediate_size": self.shared_intermediate,
             }
         else:
-            fields["intermediate_size"] = self.inner
+            fields["intermediate_size"] = self.intermediate
         return fields
 
 
@@ -224,14 +224,14 @@ def _size(
     heads: int,
     kv_heads: int,
     value_heads: int,
-    inner: int,
+    intermediate: int,
     tied: bool,
     mixture: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> Qwen35Config:
     """`mixture`: experts, experts per token, their width, the shared expert's width."""
     full = tuple((i + 1) % 4 == 0 for i in range(layers))
     return Qwen35Config(
-        248320, hidden, layers, heads, kv_heads, 256, 64, 16, value_heads, 128, 128, inner, 1e-6, 1e7, 262144, tied, full,
+        248320, hidden, layers, heads, kv_heads, 256, 64, 16, value_heads, 128, 128, intermediate, 1e-6, 1e7, 262144, tied, full,
         *mixture, eos=(248044,),
     )  # fmt: skip
 

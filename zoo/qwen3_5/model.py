@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6: the arithmetic of the layers, once, for every engine. Three Gated DeltaNet layers, then one of full attention.
 
 R rows, D hidden, H query heads, G key heads, E head dim; in Gated DeltaNet H key heads of K, V value heads of E; C channels;
-F inner width, X experts.
+F intermediate width, X experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zoo.common import ops
 from zoo.common.delta_memory import DeltaLayer
 from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
 from zoo.common.memory import KeyValueMemory
-from zoo.common.program import Program, narrow_parts
+from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import Branched, CausalModel
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
@@ -106,10 +106,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Qwen35Config, program: Program) -> None:
         super().__init__()
         hidden = config.hidden
-        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=narrow_parts(config.experts, hidden))
-        self.experts = Experts(config.experts, hidden, config.expert_inner, program)
-        self.shared = GatedMLP(hidden, config.shared_inner, program)
-        self.shared_gate = Linear(hidden, 1, program, out_dtype=torch.float32, k_parts=narrow_parts(1, hidden))
+        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=split_k(config.experts, hidden))
+        self.experts = Experts(config.experts, hidden, config.expert_intermediate, program)
+        self.shared = GatedMLP(hidden, config.shared_intermediate, program)
+        self.shared_gate = Linear(hidden, 1, program, out_dtype=torch.float32, k_parts=split_k(1, hidden))
         self.top_k, self.program = config.experts_per_token, program
 
     def forward(self, x_RD: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
         self.mixer = Attention(config, program) if full else GatedDeltaNet(config, program)
         self.post_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
-        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.inner, program)
+        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.intermediate, program)
 
     def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory | DeltaLayer, rotary: RotaryTable) -> Branched:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
@@ -142,6 +142,6 @@ class Qwen35Model(CausalModel):
         self.embed = Embedding(config.vocabulary, config.hidden, program)
         self.layers = nn.ModuleList(DecoderLayer(config, program, full) for full in config.full)
         self.norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
-        self.rotary = RotaryTable(config.positions, config.rotated, config.theta, program)
+        self.rotary = RotaryTable(config.positions, config.rope_dim, config.theta, program)
         if not config.tied:
             self.head = Embedding(config.vocabulary, config.hidden, program)

@@ -46,7 +46,7 @@ def _entries(config: Qwen35Config, root: str) -> list[Entry]:
         entries += (
             _experts(config, f"{ours}.mlp", f"{theirs}.mlp")
             if config.experts
-            else gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", config.hidden, config.inner)
+            else gated_mlp(f"{ours}.mlp", f"{theirs}.mlp", config.hidden, config.intermediate)
         )
     return entries
 
@@ -81,17 +81,17 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
 
 def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
     """Routed experts as published (stacked), or one by one as transformers saves those that it did not load."""
-    count, inner, hidden = config.experts, config.expert_inner, config.hidden
-    gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, inner)
+    count, intermediate, hidden = config.experts, config.expert_intermediate, config.hidden
+    gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, intermediate)
     stacked = (
-        Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * inner, hidden)),
-        Piece(f"{theirs}.experts.down_proj", (count, hidden, inner)),
+        Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * intermediate, hidden)),
+        Piece(f"{theirs}.experts.down_proj", (count, hidden, intermediate)),
     )
     return [
         single(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
         Entry(f"{ours}.experts.gate_up", ((stacked[0],), gate_up)),
         Entry(f"{ours}.experts.down", ((stacked[1],), down)),
-        *gated_mlp(f"{ours}.shared", f"{theirs}.shared_expert", hidden, config.shared_inner),
+        *gated_mlp(f"{ours}.shared", f"{theirs}.shared_expert", hidden, config.shared_intermediate),
         single(f"{ours}.shared_gate.weight", f"{theirs}.shared_expert_gate.weight", (1, hidden)),
     ]
 
