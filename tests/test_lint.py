@@ -21,26 +21,8 @@ Rule = Callable[[Source], Iterator[Finding]]
 
 # what is still to be moved, (importer, imported), and still to be cut apart; nothing may be added
 UPWARDS = {
-    ("zoo.common.ops.attention", "zoo.common.memory"),
-    ("zoo.common.ops.attention.cases", "zoo.common.memory"),
-    ("zoo.common.ops.causal_conv", "zoo.common.delta_memory"),
-    ("zoo.common.ops.causal_conv.cases", "zoo.common.delta_memory"),
     ("zoo.common.ops.contract", "zoo.common.qualification"),
-    ("zoo.common.ops.gated_delta", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.backward", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.cases", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.kernels", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.kernels_backward", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.reference", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.rival_fla", "zoo.common.delta_memory"),
-    ("zoo.common.ops.gated_delta.rival_tokens", "zoo.common.delta_memory"),
     ("zoo.common.ops.sample.cases", "zoo.common.sampling"),
-    ("zoo.common.ops.select", "zoo.common.latent_memory"),
-    ("zoo.common.ops.select.cases", "zoo.common.latent_memory"),
-    ("zoo.common.ops.select.reference", "zoo.common.latent_memory"),
-    ("zoo.common.ops.sparse_attention", "zoo.common.latent_memory"),
-    ("zoo.common.ops.sparse_attention.cases", "zoo.common.latent_memory"),
-    ("zoo.common.ops.sparse_attention.reference", "zoo.common.latent_memory"),
     ("zoo.common.program", "zoo.common.ops"),
 }
 CIRCLES = (

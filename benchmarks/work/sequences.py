@@ -13,9 +13,10 @@ from benchmarks.common import sets_for
 from benchmarks.work.cases import Place, Work, subset_law
 from benchmarks.work.shapes import DELTA, HEADS, PREFILL, SHORT
 from zoo.common import ops
-from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.delta_memory import DeltaMemory
 from zoo.common.history import KeyValues
 from zoo.common.memory import PagedMemory
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import assert_same_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -216,8 +217,8 @@ def test_rival_is_the_recurrence() -> None:
     rows = packed_rows(args)
     got, wanted = (m.gated_delta(*(args[n] for n in OPERANDS), None, rows)[0] for m in (rival_tokens, reference))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-    memory, owned = cases.slots_for(args, SlotPlace())
-    state, served = memory.view(torch.tensor(owned))[0].state, []
+    pools, owned = cases.slots_for(args, SlotPlace())
+    state, served = replace(pools, slot_N=torch.tensor(owned)), []
     for row in range(3):
         index = torch.tensor([row, 20 + row])
         served.append(rival_tokens.serve(*(args[n][index] for n in OPERANDS), state, Rows.pushed([1, 1], [row, row], "cpu")))

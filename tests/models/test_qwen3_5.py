@@ -30,8 +30,9 @@ from torch import Tensor
 
 from weights_tools.make_tiny import make_tiny
 from zoo.common import ops
-from zoo.common.delta_memory import CARRY, CHUNK
+from zoo.common.ops.causal_conv import CARRY
 from zoo.common.ops.contract import Contract
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.rows import Rows
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 from zoo.testing import LawBroken, assert_same_bytes, split_plans

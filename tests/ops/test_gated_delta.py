@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.delta_memory import DeltaMemory
 from zoo.common.history import DeltaState, PackedDelta
 from zoo.common.ops import CONTRACTS, gated_delta, gated_delta_states
 from zoo.common.ops.cases import cases_of, check, trial
 from zoo.common.ops.gated_delta import backward, cases, reference, rival_fla
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, SlotPlace, packed_rows, push
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
 from zoo.testing import Args, LawBroken, assert_same_bytes, gradients

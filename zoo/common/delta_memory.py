@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import ConvCarry, DeltaState, PackedDelta
-
-CHUNK = 64
-CARRY = 3  # rows before the convolution of width 4
+from zoo.common.ops.causal_conv import CARRY
+from zoo.common.ops.gated_delta.slots import CHUNK, FROM_ZERO, begin_at, live_bytes, slot_tensors
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,12 @@ class DeltaMemory:
     ) -> None:
         if slots < 2:
             raise ValueError(f"delta memory needs at least 2 slots (one is reserved for padding), got {slots}")
-        if value_heads % key_heads:
-            raise ValueError(f"delta memory: {value_heads} value heads are not a multiple of {key_heads} key heads")
-        exact = torch.promote_types(dtype, torch.float32)
-
-        def pool(kind: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(layers, slots, *shape, dtype=kind, device=device)
-
         self.slots = slots
         self.pools = {
-            "start_SVKE": pool(exact, value_heads, key_dim, value_dim),
-            "image_SVKE": pool(dtype, value_heads, key_dim, value_dim),
-            "k_SHJK": pool(dtype, key_heads, CHUNK, key_dim),
-            "v_SVJE": pool(dtype, value_heads, CHUNK, value_dim),
-            "u_SVJE": pool(dtype, value_heads, CHUNK, value_dim),
-            "beta_SVJ": pool(exact, value_heads, CHUNK),
-            "decay_SVJ": pool(exact, value_heads, CHUNK),
-            "inverse_SVJJ": pool(exact, value_heads, CHUNK, CHUNK),
+            name: torch.zeros(layers, slots, *shape, dtype=kind, device=device)
+            for name, (kind, shape) in slot_tensors(key_heads, value_heads, key_dim, value_dim, dtype).items()
         }
-        self.carry_LSWC = pool(dtype, CARRY, channels)
+        self.carry_LSWC = torch.zeros(layers, slots, CARRY, channels, dtype=dtype, device=device)
 
     def _all(self) -> list[Tensor]:
         return [*self.pools.values(), self.carry_LSWC]
@@ -100,7 +86,7 @@ class DeltaMemory:
         Their states and carried rows become zeros; rows of a live chunk may hold anything, as they are read once they are written.
         """
         index = slots if isinstance(slots, Tensor) else torch.tensor(slots, device=self.carry_LSWC.device)
-        for pool in (self.pools["start_SVKE"], self.pools["image_SVKE"], self.carry_LSWC):
+        for pool in (*(self.pools[name] for name in FROM_ZERO), self.carry_LSWC):
             _in_eights(pool).index_fill_(1, index, 0)
 
     def copy(self, source: int, target: int) -> None:
@@ -116,19 +102,12 @@ class DeltaMemory:
 
     def restore(self, slot: int, snapshot: DeltaSnapshot) -> None:
         """A slot just assigned becomes a sequence of `snapshot.length` tokens."""
-        self.pools["start_SVKE"][:, slot] = snapshot.start_LVKE
-        self.pools["image_SVKE"][:, slot] = snapshot.start_LVKE.to(self.pools["image_SVKE"].dtype)
+        begin_at(self.pools, slot, snapshot.start_LVKE)
         self.carry_LSWC[:, slot] = snapshot.carry_LWC
 
     def written(self, slot: int, length: int) -> dict[str, Tensor]:
         """The live bytes of one sequence after `length` tokens, [L, ...] each, for the ladder's comparisons."""
-        live = length % CHUNK
-        found = {}
-        for name, pool in self.pools.items():
-            mine = pool[:, slot]
-            # J comes third in every pool of rows; inverse rows hold zeros beyond their diagonal
-            found[name.split("_")[0]] = (mine[:, :, :live] if "J" in name else mine).clone()
-        return {**found, "carry": self.carry_LSWC[:, slot].clone()}
+        return {**live_bytes(self.pools, slot, length), "carry": self.carry_LSWC[:, slot].clone()}
 
 
 def _in_eights(pool: Tensor) -> Tensor:

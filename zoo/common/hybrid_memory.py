@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK, DeltaLayer, DeltaMemory, DeltaSnapshot
+from zoo.common.delta_memory import DeltaLayer, DeltaMemory, DeltaSnapshot
 from zoo.common.memory import PagedKeyValues, PagedMemory
+from zoo.common.ops.gated_delta.slots import CHUNK
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.delta_memory import CARRY, CHUNK, DeltaMemory, DeltaSnapshot
+from zoo.common.delta_memory import DeltaMemory, DeltaSnapshot
+from zoo.common.ops.causal_conv import CARRY
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.rows import Rows
 from zoo.verify.calls import Call
 

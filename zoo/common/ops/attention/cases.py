@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import KeyValues
-from zoo.common.memory import PagedMemory
 from zoo.common.ops.attention.reference import KEY_TILE
 from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat, starts_of
 from zoo.common.program import Program
@@ -78,28 +77,53 @@ def attend(t: Trial, args: Args) -> Any:
     return t.op("attention")(args["q_RHE"], KeyValues(args["k_RGE"], args["v_RGE"]), rows, args["scale"], program=t.program)
 
 
-def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
-    """The same documents pushed by `plan` into memory at `place`: outputs in packed order, cached bytes per document."""
-    q, k, v = (args[name] for name in QKV)
-    lengths, device = args["lengths"], args["q_RHE"].device
+def laid_out(lengths: list[int], place: PagePlace) -> tuple[int, list[list[int]], Tensor]:
+    """(pages in all, those of each document, int32 page table) of documents at `place`."""
     needed = [-(-length // place.page_size) for length in lengths]
     total = 1 + sum(needed) + place.spare
-    memory = PagedMemory(1, total, place.page_size, k.shape[1], k.shape[2], k.dtype, device)
-    memory.k_LPSGE.fill_(place.fill)
-    memory.v_LPSGE.fill_(place.fill)
     free = list(range(1, total))
     if place.order is not None:
         free = free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free))
     owned = [[free.pop(0) for _ in range(count)] for count in needed]
-    memory.clear([page for pages in owned for page in pages])
     width = max(needed) + place.columns
     # a column that a sequence does not use points at a dead page, or at the reserved one
-    table = torch.tensor([pages + [free[0] if place.columns and free else 0] * (width - len(pages)) for pages in owned], dtype=torch.int32)
+    spare = free[0] if place.columns and free else 0
+    return total, owned, torch.tensor([pages + [spare] * (width - len(pages)) for pages in owned], dtype=torch.int32)
+
+
+def empty_pages(like_R: Tensor, total: int, owned: list[list[int]], place: PagePlace) -> Tensor:
+    """[P, page, ...] for rows like those: zeros where a document owns the page, elsewhere what the place says."""
+    pages_PS = like_R.new_full((total, place.page_size, *like_R.shape[1:]), place.fill)
+    pages_PS[[page for pages in owned for page in pages]] = 0
+    return pages_PS
+
+
+def write(pages_PS: Tensor, new_R: Tensor, table_NB: Tensor, rows: Rows) -> None:
+    """Each row into its sequence's page at its position."""
+    page_size = pages_PS.shape[1]
+    page_R = table_NB[rows.sequence_R, rows.positions_R // page_size].long()
+    pages_PS.view(-1, *pages_PS.shape[2:])[page_R * page_size + rows.positions_R % page_size] = new_R
+
+
+def written(pages_PS: Tensor, owned: list[int], length: int) -> Tensor:
+    """The cached rows of a document."""
+    return pages_PS[owned].flatten(0, 1)[:length]
+
+
+def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
+    """The same documents pushed by `plan` into pages at `place`: outputs in packed order, cached bytes per document."""
+    q, k, v = (args[name] for name in QKV)
+    lengths, device = args["lengths"], args["q_RHE"].device
+    total, owned, table = laid_out(lengths, place)
+    keys, values = (empty_pages(rows, total, owned, place) for rows in (k, v))
     out = torch.full_like(q, torch.nan)
     for live, rows, index in pushes(plan, lengths, device):
-        history = memory.view(table[live].to(device))[0].append(k[index], v[index], rows)
-        out[index] = t.op("attention")(q[index], history, rows, args["scale"], program=t.program)
-    return {"out": out, "cached": [memory.written(pages, length) for pages, length in zip(owned, lengths, strict=True)]}
+        table_NB = table[live].to(device)
+        write(keys, k[index], table_NB, rows)
+        write(values, v[index], table_NB, rows)
+        out[index] = t.op("attention")(q[index], KeyValues(keys, values, table_NB), rows, args["scale"], program=t.program)
+    cached = [[written(pages, mine, length) for pages in (keys, values)] for mine, length in zip(owned, lengths, strict=True)]
+    return {"out": out, "cached": cached}
 
 
 class Sequences(Documents):

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.delta_memory import CARRY
 from zoo.common.history import ConvCarry, PackedDelta
 from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
+
+CARRY = 3  # rows that a sequence hands on: those before the newest under a filter of 4 taps
 
 CONTRACT = Contract(
     name="causal_conv",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.rows import Rows
 
 BUDGET = 1 << 26  # elements of one [chunks, heads, 64, width] operand; more are done in several passes over the heads

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK, DeltaMemory
+from zoo.common.history import DeltaState
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.gated_delta.slots import CHUNK, FROM_ZERO, empty_state, live_bytes, slot_tensors
 from zoo.common.program import Program, resolve
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -55,33 +57,42 @@ def run(t: Trial, args: Args) -> Any:
     return t.op("gated_delta")(*(args[name] for name in OPERANDS), None, packed_rows(args), program=t.program)
 
 
-def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaMemory, list[int]]:
-    """Memory at `place` with a slot assigned to each document; rows that nobody wrote hold `fill`."""
+def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaState, list[int]]:
+    """Pools at `place` with a slot assigned to each document; rows that nobody wrote hold `fill`."""
     k, v, count = args["k_RHK"], args["v_RVE"], len(args["lengths"])
     slots = 1 + count + place.spare
-    memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, v.device)
+    state = empty_state(slots, slot_tensors(k.shape[1], v.shape[1], k.shape[2], v.shape[2], v.dtype), v.device)
     free = list(range(1, slots))
     owned = (free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free)) if place.order else free)[:count]
-    for pool in memory.pools.values():
+    for name, pool in pools_of(state).items():
+        # stale rows of the slot's own live chunk may not matter either
         pool.fill_(place.fill)
-    memory.clear(owned)
-    for name, pool in memory.pools.items():
-        if "J" in name:  # stale rows of the slot's own live chunk may not matter either
-            pool.fill_(place.fill)
-    return memory, owned
+        if name in FROM_ZERO:
+            pool[owned] = 0
+    return state, owned
+
+
+def pools_of(state: DeltaState) -> dict[str, Tensor]:
+    """[S, ...] each."""
+    return {name: pool for name, pool in vars(state).items() if name != "slot_N"}
+
+
+def written(state: DeltaState, slot: int, length: int) -> dict[str, Tensor]:
+    """What a sequence's slot holds that says something."""
+    return live_bytes({name: pool[None] for name, pool in pools_of(state).items()}, slot, length)
 
 
 def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = False) -> dict[str, Any]:
     """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (`seen`: after every step)."""
-    memory, owned = slots_for(args, place)
+    pools, owned = slots_for(args, place)
     out, device = torch.full_like(args["v_RVE"], torch.nan), args["q_RHK"].device
     seen: dict[tuple[int, int], Any] = {}
     for live, rows, index in pushes(plan, args["lengths"], device):
-        state = memory.view(torch.tensor([owned[n] for n in live], device=device))[0].state
+        state = replace(pools, slot_N=torch.tensor([owned[n] for n in live], device=device))
         out[index] = t.op("gated_delta")(*(args[name][index] for name in OPERANDS), state, rows, program=t.program)
         if every_step:
-            seen |= {(n, length): memory.written(owned[n], length) for n, length in zip(live, rows.lengths_N.tolist())}
-    cached = [memory.written(slot, length) for slot, length in zip(owned, args["lengths"])]
+            seen |= {(n, length): written(pools, owned[n], length) for n, length in zip(live, rows.lengths_N.tolist())}
+    cached = [written(pools, slot, length) for slot, length in zip(owned, args["lengths"])]
     return {"out": out, "cached": cached, **({"seen": seen} if every_step else {})}
 
 

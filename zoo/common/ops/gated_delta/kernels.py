@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK
 from zoo.common.history import DeltaState
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK
 from zoo.common.ops.gated_delta import kernels
 from zoo.common.ops.gated_delta.kernels import J, _fade, _heads_contiguous
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.ops.tree_kernels import EXACT
 from zoo.common.rows import Rows
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import CHUNK
 from zoo.common.history import DeltaState
+from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 

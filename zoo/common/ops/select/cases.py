@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.latent_memory import PagedLatents
 from zoo.common.ops.attention.cases import PagePlace
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, repeat
 from zoo.common.ops.contract import Provider
@@ -29,12 +28,11 @@ def _call(t: Trial, args: Args) -> Any:
 def _push(t: Trial, plan: Plan, place: PagePlace) -> dict[str, Any]:
     q, weights, key = (t.args[name] for name in INPUTS)
 
-    def step(layer: PagedLatents, rows: Rows, where: Tensor) -> Tensor:
-        keys = layer.append_index(key[where], rows)
+    def step(keys: TokenRows, rows: Rows, where: Tensor) -> Tensor:
         chosen: Tensor = t.op("select")(q[where], weights[where], keys, rows, t.args["top_k"], program=t.program)
         return chosen
 
-    return push(t.args["lengths"], 1, key.shape[1], key, plan, place, step)
+    return push(t.args["lengths"], key, plan, place, step)
 
 
 def _row(t: Trial) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.latent_memory import LatentMemory, PagedLatents
-from zoo.common.ops.attention.cases import PagePlace
+from zoo.common.ops.attention.cases import PagePlace, empty_pages, laid_out, write, written
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
 from zoo.common.ops.contract import Provider
 from zoo.common.program import Program
@@ -34,38 +33,27 @@ PLACES = {
     "shuffled pages of 80": PagePlace(80, order=3, fill=torch.inf),
     "reversed pages of 128, wide table": PagePlace(128, order=-1, columns=7, fill=-3e38),
 }
-Step = Callable[[PagedLatents, Rows, Tensor], Tensor]
+Step = Callable[[TokenRows, Rows, Tensor], Tensor]
 
 
 def packed_rows(args: Args, name: str) -> Rows:
     return Rows.packed(torch.tensor(starts_of(args["lengths"]), device=args[name].device))
 
 
-def push(lengths: list[int], width: int, index_width: int, like: Tensor, plan: Plan, place: PagePlace, step: Step) -> dict[str, Any]:
-    """Documents pushed by `plan` into memory at `place`: outputs in packed order and the cached bytes of each document.
+def push(lengths: list[int], row_RE: Tensor, plan: Plan, place: PagePlace, step: Step) -> dict[str, Any]:
+    """Documents pushed by `plan` into pages at `place`: outputs in packed order and the cached rows of each document.
 
-    `step(layer, rows, where)` writes rows, which lie at `where` among the packed ones, and returns their outputs.
+    `step(history, rows, where)` returns the outputs of rows that lie at `where` among the packed ones and are in the history.
     """
-    needed = [-(-length // place.page_size) for length in lengths]
-    total = 1 + sum(needed) + place.spare
-    memory = LatentMemory([True], total, place.page_size, width, index_width, like.dtype, like.device)
-    memory.latent_LPSC.fill_(place.fill)
-    memory.index_IPSE.fill_(place.fill)
-    free = list(range(1, total))
-    if place.order is not None:
-        free = free[::-1] if place.order < 0 else random.Random(place.order).sample(free, len(free))
-    owned = [[free.pop(0) for _ in range(count)] for count in needed]
-    memory.clear([page for pages in owned for page in pages])
-    wide = max(needed) + place.columns
-    # a column that a sequence does not use points at a dead page, or at the reserved one
-    spare = free[0] if place.columns and free else 0
-    table = torch.tensor([pages + [spare] * (wide - len(pages)) for pages in owned], dtype=torch.int32).to(like.device)
+    total, owned, table = laid_out(lengths, place)
+    pages = empty_pages(row_RE, total, owned, place)
     outputs: list[tuple[Tensor, Tensor]] = []
-    for live, rows, where in pushes(plan, lengths, like.device):
-        [layer] = memory.view(table[live])
-        outputs.append((where, step(layer, rows, where)))
+    for live, rows, where in pushes(plan, lengths, row_RE.device):
+        table_NB = table[live].to(row_RE.device)
+        write(pages, row_RE[where], table_NB, rows)
+        outputs.append((where, step(TokenRows(pages, table_NB), rows, where)))
     order = torch.cat([where for where, _ in outputs]).argsort()
-    cached = {f"document {n}": memory.written(pages, length) for n, (pages, length) in enumerate(zip(owned, lengths, strict=True))}
+    cached = {f"document {n}": written(pages, mine, length) for n, (mine, length) in enumerate(zip(owned, lengths, strict=True))}
     return {"out": torch.cat([out for _, out in outputs])[order], "cached": cached}
 
 
@@ -94,10 +82,10 @@ def _call(t: Trial, args: Args) -> Any:
 def _push(t: Trial, plan: Plan, place: PagePlace) -> dict[str, Any]:
     latent, args = t.args["latent_RC"], t.args
 
-    def step(layer: PagedLatents, rows: Rows, where: Tensor) -> Tensor:
-        return _attend(t, args, layer.append(latent[where], rows), rows, where)
+    def step(history: TokenRows, rows: Rows, where: Tensor) -> Tensor:
+        return _attend(t, args, history, rows, where)
 
-    return push(args["lengths"], latent.shape[1], 1, latent, plan, place, step)
+    return push(args["lengths"], latent, plan, place, step)
 
 
 def _row(t: Trial) -> None:
