@@ -5,11 +5,14 @@ Batches are built as SGLang's scheduler makes them; its objects are stand-ins wi
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -499,6 +502,22 @@ def test_sglang_sees_a_plain_attention_model(size: str) -> None:
     assert seen.get("num_experts_per_tok") == (None if size == "4b" else 8)
     # nothing that SGLang would take for mrope, vision or recurrent layers
     assert not {"text_config", "vision_config", "rope_parameters", "layer_types", "model_type"} & set(seen)
+
+
+def test_stand_in_sglang_sees_the_end_tokens_of_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published config.json names one, generation_config.json two; the parser is SGLang's way to the checkpoint."""
+    made: list[Any] = []
+    registry = types.ModuleType("sglang.srt.configs.model_config_parser_registry")
+    registry.ModelConfigParserBase = object  # type: ignore[attr-defined]
+    registry.register_model_config_parser = lambda name: made.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    importlib.import_module("zoo.sglang_plugin.parser").register_parser()
+    [parser] = made
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["4b"]))
+    assert parser().parse(tmp_path, trust_remote_code=False).eos_token_id == [248044]
+    for said, ends in (([248046, 248044], [248044, 248046]), (248046, [248044, 248046])):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+        assert parser().parse(tmp_path, trust_remote_code=False).eos_token_id == ends
 
 
 def test_bounds_of_pages_that_do_not_divide_a_segment() -> None:

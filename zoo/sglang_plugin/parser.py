@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zoo.common.hub import read_config
+from zoo.common.ends import read_generation
+from zoo.common.hub import locate, read_config
 from zoo.sglang_plugin.names import PARSER
 from zoo.sglang_plugin.states import served_fields
 
@@ -19,6 +20,7 @@ def register_parser() -> None:
         """A plain configuration: SGLang's own class for these models would switch on its pools for recurrent layers."""
 
         def parse(self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any) -> Any:
-            return PretrainedConfig(**served_fields(read_config(model, revision)))
+            fields, generation = read_config(model, revision), read_generation(locate(model, revision))
+            return PretrainedConfig(**served_fields(fields, generation))
 
     register_model_config_parser(PARSER)(HybridParser)

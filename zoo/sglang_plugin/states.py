@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.delta_memory import DeltaLayer, DeltaMemory
+from zoo.common.ends import end_tokens
 from zoo.common.registry import model_class
 from zoo.sglang_plugin.memory import KeyValuePool, PoolLayer, Step
 from zoo.sglang_plugin.names import HYBRID_ARCHITECTURE
@@ -79,8 +80,9 @@ class HybridPool:
         self.delta.clear([0])
 
 
-def served_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang needs to know of a hybrid checkpoint, from config.json's fields, under names of its own configuration."""
+def served_fields(fields: dict[str, Any], generation: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What SGLang needs to know of a hybrid checkpoint, from the fields of config.json and generation_config.json, under names of its
+    own configuration."""
     config = model_class(fields, "serving").family.config.from_hf(fields)
     seen = {
         "architectures": [HYBRID_ARCHITECTURE],
@@ -92,7 +94,7 @@ def served_fields(fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.positions,
         "tie_word_embeddings": config.tied,
-        "eos_token_id": list(config.eos) or None,
+        "eos_token_id": list(end_tokens(config, generation)) or None,
         "dtype": "bfloat16",
     }
     if config.experts:
