@@ -1,0 +1,121 @@
+"""The documentation's claims against what is stored: its numbers are those of the rows it names, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(p for p in ROOT.rglob("*.md") if not any(part.startswith(".") or part == "out" for part in p.relative_to(ROOT).parts))
+PROOF = ROOT / "docs" / "PROOF.md"
+ROWS = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "h200_proof.jsonl").read_text().splitlines()]
+
+
+def numbers(text: str) -> list[int]:
+    """What a line of a table claims: `0 of 9,638,185,312`."""
+    return [int(found.replace(",", "")) for found in re.findall(r"0 of ([\d,]+)", text)]
+
+
+def lines_of(text: str) -> list[int]:
+    """75, or 97, 98, or 118-125, 150-153."""
+    spans = [part.strip().split("-") for part in text.split(",")]
+    return [n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)]
+
+
+def sums(rows: list[dict[str, Any]]) -> set[int]:
+    """Every sum that a claim about these rows may be: of each kind of value, or of values and bytes of rungs and their kinds."""
+    out: dict[Any, int] = defaultdict(int)
+    for row in rows:
+        for name, count in (row["compared"] if isinstance(row.get("compared"), dict) else {}).items():
+            over_http = any(word in row["phase"] for word in ("HTTP", "released"))
+            out[over_http, name] += count
+        for rung in row.get("rungs", []):
+            kinds = [way for way in ("prefill", "eager decode", "CUDA graph") if way in rung["what"].split(" against ")[-1]] or [""]
+            for key in ("compared", "compared_bytes"):
+                out[rung["rung"], kinds[0], key] += rung[key]
+                out[rung["rung"], key] += rung[key]
+                out["all", key] += rung[key]
+                if rung["rung"] in (1, 2):
+                    out["1 and 2", key] += rung[key]
+    return set(out.values())
+
+
+def differing(row: dict[str, Any]) -> int:
+    return sum(row.get("differing_bytes", {}).values()) + sum(rung["differing"] for rung in row.get("rungs", []))
+
+
+def claims() -> list[tuple[list[int], list[int]]]:
+    """(lines, numbers) of every row of a table of the proof page that names lines."""
+    out = []
+    column = None
+    for line in PROOF.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            column = None
+        elif cells[0] == "model":
+            column = next((i for i, cell in enumerate(cells) if cell in ("line", "lines")), None)
+        elif column is not None and re.fullmatch(r"[\d, -]+", cells[column]) and any(c.isdigit() for c in cells[column]):
+            out.append((lines_of(cells[column]), numbers(line)))
+    return out
+
+
+@pytest.mark.parametrize(("lines", "claimed"), claims())
+def test_a_claim_of_the_proof_page_is_the_sum_of_its_rows(lines: list[int], claimed: list[int]) -> None:
+    rows = [ROWS[n - 1] for n in lines]
+    possible = sums(rows).union(*(sums([row]) for row in rows))
+    assert claimed and set(claimed) <= possible, sorted(set(claimed) - possible)
+    assert not any(differing(row) for row in rows)
+
+
+def test_the_claims_are_found_and_a_wrong_one_is_seen() -> None:
+    found = claims()
+    assert len(found) == 15 and sum(len(numbers) for _, numbers in found) > 50
+    lines, claimed = found[0]
+    assert claimed[0] in sums([ROWS[n - 1] for n in lines]) and claimed[0] + 1 not in sums([ROWS[n - 1] for n in lines])
+
+
+def test_the_front_page_claims_what_the_proof_page_does() -> None:
+    rows = defaultdict(int)
+    for lines, claimed in claims()[:5]:  # rung 3
+        rows[lines[0]] = sum(claimed)
+    front = (ROOT / "README.md").read_text()
+    shown = [numbers(line)[0] for line in front.splitlines() if re.match(r"\| (Qwen3|GLM)[^|]* layers \|", line) and "0 of" in line]
+    assert shown == list(rows.values())
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings as they are linked to."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(page: Path) -> list[str]:
+    out = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            out.append(target)
+    return out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One head\n[a](page.md#one-head) [b](#one-head) [c](page.md#other) [d](absent.md) [e](https://example.org)")
+    assert broken_links(page) == ["page.md#other", "absent.md"]
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
