@@ -124,7 +124,14 @@ def test_select(monkeypatch: pytest.MonkeyPatch, page_size: int | None, heads: i
     wanted = select_reference.select(q, weights, keys, None, rows, top_k)
     if page_size is not None:
         keys, table = paged(keys, page_size)
-    assert torch.equal(select_kernels.select(q, weights, keys, table, rows, top_k), wanted)
+    mine = packed()
+    assert torch.equal(select_kernels.select(q, weights, keys, table, mine, top_k), wanted)
+    for flagged in (rows, mine):  # row 4 chooses where it sees more than top_k tokens, and later ones meet the infinity times 0
+        if top_k < 37:
+            with pytest.raises(ValueError, match="score is NaN"):
+                flagged.check_flags()
+        else:
+            flagged.check_flags()
     if top_k < 37:
         assert not torch.equal(select_kernels.select(-q, weights, keys, table, rows, top_k), wanted)
 

@@ -120,6 +120,29 @@ def test_a_late_index_key_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
+def test_a_nan_score_is_an_error_and_no_choice() -> None:
+    """An index key of infinity makes inf - inf of its scores: nothing that is cached or returned is NaN, only the choice is void."""
+    trainer, server = FAMILY.twins("three choose")
+    documents = FAMILY.documents("three choose", LENGTHS)
+    short = [documents[0][:12]]
+    scores(trainer, documents)  # the control
+    for model in (trainer, server):
+        model.model.layers[0].attention.indexer.norm.bias[:2] = torch.inf
+        model.model.layers[0].attention.indexer.norm.bias[2:4] = -torch.inf
+    message = "^select: an earlier token's score is NaN"
+    with pytest.raises(ValueError, match=message):
+        scores(trainer, documents)
+    ids, starts = packed(documents)
+    with pytest.raises(ValueError, match=message):
+        trainer(ids, cu_seqlens=starts)
+    assert all(bool(found.isfinite().all()) for found in scores(trainer, short))  # at most top_k tokens: nothing is scored
+    engine = Engine(server, pages=32, max_batch=2)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([documents[0][:30].tolist()], SamplingParams(max_new_tokens=2))
+    assert engine.generate([documents[0][:8].tolist()], SamplingParams(max_new_tokens=2))[0].exact
+
+
+@torch.no_grad()
 def test_the_choice_matters() -> None:
     """The control of every comparison above: rows beyond top_k read other tokens than all of them, earlier rows the same."""
     trainer, documents = FAMILY.trainer("three choose"), FAMILY.documents("three choose", LENGTHS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from zoo.common.program import resolve
 from zoo.common.sampling import MASS_ONE, NO_CUT, RowSampling, SamplingParams, sample, score_filtered, seed_of_sample, support
 from zoo.testing import LawBroken, assert_same_bytes
 
+LOG_PROB = sys.modules["zoo.common.ops.log_prob"]
 PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
 GREEDY = SamplingParams(temperature=0.0)
 MIXED = (
@@ -363,7 +365,7 @@ def test_replay_gives_the_reported_bytes(vocabulary: int) -> None:
         sample(ops.logits(hidden[r : r + 1], weight, program=PROGRAM), rows[r : r + 1], PROGRAM) for r in range(count)
     ]
     token, plain, reported = (torch.cat(t) for t in zip(*decoded, strict=True))
-    assert_same_bytes(score_filtered(hidden, weight, token, rows, PROGRAM), reported, "replay")
+    assert_same_bytes(score_filtered(hidden, weight, token, rows, PROGRAM).log_prob_R, reported, "replay")
     scale = rows.inverse_temperature_R
     native = ops.log_prob(hidden, weight, token, program=PROGRAM, inverse_temperature_R=scale).log_prob_R
     assert_same_bytes(native, plain, "temperature only")
@@ -372,13 +374,47 @@ def test_replay_gives_the_reported_bytes(vocabulary: int) -> None:
     assert not torch.equal(reported, native)
     with pytest.raises(LawBroken):  # control: the neighbour's parameters
         wrong = rows[torch.arange(count).roll(1)]
-        assert_same_bytes(score_filtered(hidden, weight, token, wrong, PROGRAM), reported, "control")
+        assert_same_bytes(score_filtered(hidden, weight, token, wrong, PROGRAM).log_prob_R, reported, "control")
     identity = rows_of([SamplingParams()] * count)
     bare = ops.log_prob(hidden, weight, token, program=PROGRAM).log_prob_R
     for bound in (identity, replace(identity, scales=True, filters=True)):
-        assert_same_bytes(score_filtered(hidden, weight, token, bound, PROGRAM), bare, "identity replay")
+        assert_same_bytes(score_filtered(hidden, weight, token, bound, PROGRAM).log_prob_R, bare, "identity replay")
     with pytest.raises(ValueError, match="140 hidden rows, 3 targets"):
         score_filtered(hidden, weight, token[:3], rows, PROGRAM)
+
+
+def test_the_replay_multiplies_with_the_vocabulary_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores after the filters, log-sum-exp and entropy before them: bytes and gradients of two calls, from one product."""
+    count = 140
+    hidden, weight = operands(count, 257)
+    rows = rows_of([MIXED[r % 7] for r in range(count)])
+    token = sample(ops.logits(hidden, weight, program=PROGRAM), rows, PROGRAM).token_R
+    products = 0
+    multiply = LOG_PROB._logits
+
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        nonlocal products
+        products += x.shape[0]
+        return multiply(x, *args)
+
+    monkeypatch.setattr(LOG_PROB, "_logits", counted)
+
+    def gradients_of(together: bool) -> tuple[Tensor, ...]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        scores = score_filtered(h, w, token, rows, PROGRAM)
+        plain = scores
+        if not together:
+            plain = ops.log_prob(h, w, token, program=PROGRAM, inverse_temperature_R=rows.inverse_temperature_R)
+        out = torch.where(scores.log_prob_R == -torch.inf, 0.0, scores.log_prob_R)
+        total = out.sum() + plain.entropy_R.square().sum() + plain.lse_R.sum()
+        return (out.detach(), plain.lse_R.detach(), plain.entropy_R.detach(), *torch.autograd.grad(total, (h, w)))
+
+    once = gradients_of(True)
+    assert products == 3 * count  # forward, and once behind each distribution
+    assert_same_bytes(once, gradients_of(False), "two calls")
+    assert products == 3 * count + 4 * count
+    with pytest.raises(LawBroken):  # the control: another distribution's entropy
+        assert_same_bytes(once[2], ops.log_prob(hidden, weight, token, program=PROGRAM).entropy_R)
 
 
 def test_replay_gradient_against_float64() -> None:
@@ -396,7 +432,7 @@ def test_replay_gradient_against_float64() -> None:
 
     def ours(g: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        scored = score_filtered(h, w, target, rows, program)
+        scored = score_filtered(h, w, target, rows, program).log_prob_R
         return (scored.detach(), *torch.autograd.grad(scored, (h, w), g))
 
     def exact(mask: Tensor) -> tuple[Tensor, Tensor]:

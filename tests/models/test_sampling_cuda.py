@@ -153,7 +153,7 @@ def test_replay_and_its_gradient() -> None:
     rows = made(140, 1)[1]
     token, _, reported = sample(ops.logits(hidden, weight, program=PROGRAM), rows, PROGRAM)
     h, w = hidden.requires_grad_(), weight.requires_grad_()
-    scored = score_filtered(h, w, token, rows, PROGRAM)
+    scored = score_filtered(h, w, token, rows, PROGRAM).log_prob_R
     assert_same_bytes(scored.detach(), reported, "replay")
     found = torch.autograd.grad(scored.sum(), (h, w))
     x = ops.logits(hidden.detach(), weight.detach(), program=PROGRAM) * rows.inverse_temperature_R[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -190,3 +191,22 @@ def test_entropy_and_its_gradient_against_float64(model: Qwen3ForRL, temperature
     assert opposite > 1  # the control: the sign of the entropy is seen
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
     model.zero_grad()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asked", [{}, {"entropy": True}])
+@pytest.mark.parametrize("params", [None, SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_p=0.9, top_k=20)])
+def test_a_score_multiplies_with_the_vocabulary_once(
+    model: Qwen3ForRL, monkeypatch: pytest.MonkeyPatch, asked: dict[str, bool], params: SamplingParams | None
+) -> None:
+    module = sys.modules["zoo.common.ops.log_prob"]
+    multiply, rows = module._logits, 0
+
+    def counted(hidden_RD: Tensor, *others: Any) -> Tensor:
+        nonlocal rows
+        rows += len(hidden_RD)
+        return multiply(hidden_RD, *others)
+
+    monkeypatch.setattr(module, "_logits", counted)
+    model.score(IDS, STARTS, sampling=params, **asked)
+    assert rows == len(IDS)

@@ -255,9 +255,9 @@ def drawn_by_place(logits: Tensor, rows: Any, program: Program) -> Any:
     return sample(logits, replace(rows, position_R=torch.arange(len(rows.position_R))), program)
 
 
-def unfiltered_replay(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Any, program: Program) -> Tensor:
+def unfiltered_replay(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Any, program: Program) -> Any:
     """Fusion: the trainer forgets the filters."""
-    return ops.log_prob(hidden, weight, targets, program=program, inverse_temperature_R=rows.inverse_temperature_R).log_prob_R
+    return ops.log_prob(hidden, weight, targets, program=program, inverse_temperature_R=rows.inverse_temperature_R)
 
 
 def whole_pool(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Any, *args: Any, **names: Any) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLAG = object()  # marks the keys of `Rows.launch` that are flags
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -39,6 +41,23 @@ class Rows:
     @property
     def count(self) -> int:
         return self.positions_R.shape[0]
+
+    def flag(self, what: str) -> Tensor:
+        """int32 [1] beside the rows, 0 until an op writes another value there: what it found and can't wait to say. See `check_flags`.
+
+        It lies in `launch`, so a captured graph that derives its own starts each replay with 0.
+        """
+        key = (FLAG, what)
+        if key not in self.launch:
+            self.launch[key] = torch.zeros(1, dtype=torch.int32, device=self.positions_R.device)
+        flag: Tensor = self.launch[key]
+        return flag
+
+    def check_flags(self) -> None:
+        """ValueError for a flag that an op has set on these rows. It waits for the device if there is any: ask where that is waited for."""
+        raised = [key[1] for key, flag in self.launch.items() if isinstance(key, tuple) and key[0] is FLAG and bool(flag)]
+        if raised:
+            raise ValueError("; ".join(raised))
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor) -> Rows:

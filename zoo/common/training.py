@@ -74,7 +74,9 @@ class ForRL(Pretrained, nn.Module):
     def hidden_rows(self, ids_R: Tensor, rows: Rows) -> Tensor:
         """Token ids to final normed rows [R, D]."""
         recompute = self.gradient_checkpointing and self.training
-        return walk(self.model, ids_R, rows, self.packed_memory(rows), recompute=recompute)
+        hidden_RD = walk(self.model, ids_R, rows, self.packed_memory(rows), recompute=recompute)
+        rows.check_flags()  # what follows looks at ids on the device, and waits for it too
+        return hidden_RD
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute each layer in the backward pass, by torch's non-reentrant checkpoint. The bytes stay.
@@ -201,17 +203,17 @@ class ForRL(Pretrained, nn.Module):
         head = self.model.head_weight_VD
         params = self._sampling_rows(sampling, rows)
         inverse = None if params is None else params.inverse_temperature_or_none()
-        plain = ops.log_prob(hidden_RD, head, targets_R, program=self.program, inverse_temperature_R=inverse)
-        log_prob_R = plain.log_prob_R
         if params is not None and params.filters:
-            log_prob_R = score_filtered(hidden_RD, head, targets_R, params, self.program)
-        log_prob_R = torch.where(scored_R, log_prob_R, 0.0)
+            scores = score_filtered(hidden_RD, head, targets_R, params, self.program)
+        else:
+            scores = ops.log_prob(hidden_RD, head, targets_R, program=self.program, inverse_temperature_R=inverse)
+        log_prob_R = torch.where(scored_R, scores.log_prob_R, 0.0)
         if not entropy and not top_k:
             return log_prob_R
         top = (None, None)
         if top_k:
-            top = ops.top_log_prob(hidden_RD, head, plain.lse_R, top_k, program=self.program, inverse_temperature_R=inverse)
-        return Scores(log_prob_R, plain.entropy_R if entropy else None, *top)
+            top = ops.top_log_prob(hidden_RD, head, scores.lse_R, top_k, program=self.program, inverse_temperature_R=inverse)
+        return Scores(log_prob_R, scores.entropy_R if entropy else None, *top)
 
     @own_dtypes
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -35,14 +35,23 @@ class Runner:
         self._captured: dict[tuple[int, int], DecodeGraph] = {}
         self._prefills: dict[int, PrefillGraph] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if graphs else None
+        self._pushed: list[Rows] = []  # whose flags are still to be looked at
         self._batch: tuple[list[Request], RowSampling] | None = None
 
     def push(self, single: list[Request], chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
-        """Pushes the last row of each of `single` and the next rows of `chunks`; draws for those that reached their end."""
+        """Pushes the last row of each of `single` and the next rows of `chunks`; draws for those that reached their end.
+
+        ValueError for what an op found in the numbers and set a flag for.
+        """
         drawn, self.replayed = [], 0
+        self._pushed.clear()
         if single:
             drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
-        return drawn + (self._prefill(chunks) if chunks else [])
+        if chunks:
+            drawn += self._prefill(chunks)
+        for rows in self._pushed:
+            rows.check_flags()  # the engine is about to wait for the tokens
+        return drawn
 
     def _table(self, requests: Sequence[Request], blocks: int) -> Tensor:
         return self.memory.table([r.pages for r in requests], [r.slot for r in requests], blocks)
@@ -53,21 +62,25 @@ class Runner:
         blocks = max(len(r.pages) for r in requests)
         if not self.graphs:
             rows = Rows.pushed([1] * len(requests), [r.computed for r in requests], self.device)
+            self._pushed.append(rows)
             return self.model.decode(ids_N.to(self.device), rows, self.memory, self._table(requests, blocks))
         key = batch_bucket(len(requests)), 1 << (blocks - 1).bit_length()
         if key not in self._captured:
             self._captured[key] = DecodeGraph(self.model, self.memory, *key, pool=self._pool)
         positions_N = torch.tensor([r.computed for r in requests])
+        self._pushed.append(self._captured[key].rows)
         return self._captured[key].replay(ids_N, positions_N, self._table(requests, blocks))
 
     def _hidden(self, ids_R: Tensor, rows: Rows, table_NB: Tensor, wanted_W: Tensor) -> Tensor:
         """The final rows [W, D] of `wanted_W` of a prefill."""
         count = prefill_bucket(rows, self.model.captured_length, self.most_rows) if self.graphs else None
         if count is None:
+            self._pushed.append(rows)
             return self.model.prefill(ids_R, rows, self.memory, table_NB, wanted_W)
         if count not in self._prefills:
             self._prefills[count] = PrefillGraph(self.model, self.memory, count, pool=self._pool)
         self.replayed = rows.count
+        self._pushed.append(self._prefills[count].padded.rows)
         return self._prefills[count].replay(ids_R, rows, table_NB).index_select(0, wanted_W)
 
     def _decode_sampling(self, requests: list[Request]) -> RowSampling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,15 +117,45 @@ class _Unrecorded:
         pass
 
 
+class _WholeProducts:
+    """While anyone is inside, FP32 products keep all bits of their operands, whatever the process asked PyTorch for: TF32 on CUDA.
+
+    PyTorch's setting is one of the process, and each device has a thread of its own for gradients: the first to come in notes what
+    was set, the last to leave sets it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ""
+
+    def __enter__(self) -> None:
+        products = torch.backends.cuda.matmul
+        with self._lock:
+            if not self._inside:
+                self._before = products.fp32_precision
+                products.fp32_precision = "ieee"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.matmul.fp32_precision = self._before
+
+
+whole_products = _WholeProducts()
+
+
 def closed_form(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """An op's `Function.backward`: autocast is shut out of it, and a gradient of the gradient is refused with a ValueError."""
+    """An op's `Function.backward`: autocast and TF32 are shut out of it, and a gradient of the gradient is refused with a ValueError."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True leaves it on here
             raise ValueError("the ops' gradients are closed forms without gradients of their own: create_graph=True is not supported")
         device = next(grad.device.type for grad in grads if grad is not None)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False), whole_products:
             return backward(ctx, *grads)
 
     return call

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, Provider, observed
-from zoo.common.ops.log_prob import log_prob
+from zoo.common.ops.log_prob import TokenScores, log_prob
 from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.sample.replay import ScoreFiltered, find_cut, log_sum_exp, restrict, scale_logits, score_of
 from zoo.common.program import Program
@@ -79,15 +79,16 @@ def sample(logits_RV: Tensor, rows: RowSampling, program: Program) -> Drawn:
 
 
 @observed(CONTRACT)
-def score_filtered(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, rows: RowSampling, program: Program) -> Tensor:
-    """FP32 [R] log-probabilities of `targets_R` after temperature and filters: the bytes that `sample` reported for these rows.
+def score_filtered(hidden_RD: Tensor, weight_VD: Tensor, targets_R: Tensor, rows: RowSampling, program: Program) -> TokenScores:
+    """Log-probabilities of `targets_R` after temperature and filters: the bytes that `sample` reported for these rows.
 
-    -inf where a target is outside the support. Differentiable in hidden and weight, with the support held constant.
+    -inf where a target is outside the support. lse_R and entropy_R are of the distribution before the filters, as `log_prob` has
+    them, from the same logits. Differentiable in hidden and weight, with the support held constant.
     ValueError if the counts of rows differ.
     """
     if not hidden_RD.shape[0] == targets_R.shape[0] == rows.count:
         raise ValueError(f"score_filtered: {hidden_RD.shape[0]} hidden rows, {targets_R.shape[0]} targets, {rows.count} parameters")
     if not rows.filters or rows.count == 0:
         scale = rows.inverse_temperature_or_none()
-        return log_prob(hidden_RD, weight_VD, targets_R, program=program, inverse_temperature_R=scale).log_prob_R
-    return ScoreFiltered.apply(hidden_RD, weight_VD, targets_R, rows, program)
+        return log_prob(hidden_RD, weight_VD, targets_R, program=program, inverse_temperature_R=scale)
+    return TokenScores(*ScoreFiltered.run(hidden_RD, weight_VD, targets_R, rows, program))

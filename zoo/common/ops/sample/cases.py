@@ -44,7 +44,7 @@ def _case(name: str, rows: int, vocabulary: int, width: int, kind: str = "normal
     def fusion(t: Trial) -> None:
         """The trainer's replay from hidden rows gives the bytes that the sampler reported."""
         token, _, reported = t.call()
-        replay = t.op("score_filtered")(t.args["hidden_RD"], t.args["weight_VD"], token, _rows(t.args), t.program)
+        replay = t.op("score_filtered")(t.args["hidden_RD"], t.args["weight_VD"], token, _rows(t.args), t.program).log_prob_R
         assert_fusion_law(lambda: reported, lambda: replay)
 
     return Case(name, "sample", make, call, {**row_laws("hidden_RD", *COLUMNS), "fusion": fusion}, (), device_sized)

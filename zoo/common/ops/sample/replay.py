@@ -37,9 +37,14 @@ def restrict(scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, fi
 
 def log_sum_exp(scaled_RV: Tensor, program: Program) -> Tensor:
     """log_prob's, without the score of a token: none is chosen yet, and each of these launches counts in a decode step."""
+    return log_sum_exp_and_mean(scaled_RV, program)[0]
+
+
+def log_sum_exp_and_mean(scaled_RV: Tensor, program: Program) -> tuple[Tensor, Tensor]:
+    """log_prob's log-sum-exp and expected logit of rows."""
     provider = LOG_PROB.provider(program)
-    lse_R, _ = provider.function("merge_groups")(*provider.function("forward")(scaled_RV, program.vocab_group))
-    return lse_R
+    lse_R, mean_R = provider.function("merge_groups")(*provider.function("forward")(scaled_RV, program.vocab_group))
+    return lse_R, mean_R
 
 
 def score_of(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
@@ -48,37 +53,61 @@ def score_of(logits_RV: Tensor, lse_R: Tensor, token_R: Tensor) -> Tensor:
 
 
 class ScoreFiltered(OpFunction):
+    """(scores after the filters; log-sum-exp and entropy before them), all from one product with the vocabulary."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: RowSampling, program: Program) -> Tensor:
-        scored, kept_lse, logit, last = [], [], [], []
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: RowSampling, program: Program
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = []
         for r in range(0, hidden.shape[0], ROW_BLOCK):
             block = slice(r, r + ROW_BLOCK)
             scaled = scale_logits(logits(hidden[block], weight, program=program), rows[block])
-            cut = find_cut(scaled, log_sum_exp(scaled, program), rows[block], program)
+            lse, mean = log_sum_exp_and_mean(scaled, program)
+            cut = find_cut(scaled, lse, rows[block], program)
             kept = restrict(scaled, cut, program)
-            kept_lse.append(log_sum_exp(kept, program))
-            scored.append(score_of(kept, kept_lse[-1], targets[block]))
-            logit.append(cut[0])
-            last.append(cut[1])
-        out = torch.cat(scored)
-        ctx.save_for_backward(hidden, weight, targets, out, torch.cat(kept_lse), torch.cat(logit), torch.cat(last))
+            kept_lse = log_sum_exp(kept, program)
+            found.append((score_of(kept, kept_lse, targets[block]), lse, mean, kept_lse, *cut))
+        scored, lse, mean, kept_lse, logit, last = (torch.cat(blocks) for blocks in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, scored, lse, mean, kept_lse, logit, last)
         ctx.rows, ctx.program = rows, program
-        return out
+        ctx.set_materialize_grads(False)
+        return scored, lse, lse - mean
 
     @staticmethod
     @closed_form
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """By chunks of the vocabulary, as log_prob's; the cut is known, so no row's whole logits are needed again."""
-        hidden, weight, targets, scored, lse, logit, last = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        """By chunks of the vocabulary, as log_prob's; the cut is known, so no row's whole logits are needed again.
+
+        What comes back through the scores and what comes through the plain distribution are gradients of their own, then added.
+        """
+        hidden, weight, targets, scored, lse, mean, kept_lse, logit, last = ctx.saved_tensors
         program, rows = ctx.program, ctx.rows
         logit_grad = CONTRACTS["sample"].provider(program).function("backward")
-        grad = torch.where(scored == -torch.inf, 0.0, grad)
-        none = torch.zeros_like(grad)
+        none = torch.zeros_like(scored)
+        parts = []
+        if grad is not None:
+            upstream = torch.where(scored == -torch.inf, 0.0, grad)
 
-        def grad_of_logits(row: slice, first: int, part: Tensor) -> Tensor:
-            scaled = scale_logits(logits(hidden[row], part, program=program), rows[row])
-            kept = restrict(scaled, (logit[row], last[row]), program, first, FAR)
-            scale = rows.inverse_temperature_R[row]
-            return logit_grad(kept, lse[row], none[row], targets[row] - first, grad[row], none[row], none[row], scale, hidden.dtype)
+            def through_kept(row: slice, first: int, part: Tensor) -> Tensor:
+                scaled = scale_logits(logits(hidden[row], part, program=program), rows[row])
+                kept = restrict(scaled, (logit[row], last[row]), program, first, FAR)
+                grads = (upstream[row], none[row], none[row])
+                return logit_grad(
+                    kept, kept_lse[row], none[row], targets[row] - first, *grads, rows.inverse_temperature_R[row], hidden.dtype
+                )
 
-        return *through_logits(hidden, weight, ctx.needs_input_grad[:2], grad_of_logits), None, None, None
+            parts.append(through_logits(hidden, weight, ctx.needs_input_grad[:2], through_kept))
+        if grad_lse is not None or grad_entropy is not None:
+            of_lse, of_entropy = (none if g is None else g for g in (grad_lse, grad_entropy))
+            inverse = rows.inverse_temperature_or_none()
+
+            def through_plain(row: slice, first: int, part: Tensor) -> Tensor:
+                scaled = scale_logits(logits(hidden[row], part, program=program), rows[row])
+                grads = (none[row], of_lse[row], of_entropy[row])
+                scale = None if inverse is None else inverse[row]
+                return logit_grad(scaled, lse[row], mean[row], targets[row] - first, *grads, scale, hidden.dtype)
+
+            parts.append(through_logits(hidden, weight, ctx.needs_input_grad[:2], through_plain))
+        grad_hidden, grad_weight = (None if of[0] is None else sum(of[1:], of[0]) for of in zip(*parts, strict=True))
+        return grad_hidden, grad_weight, None, None, None

@@ -18,7 +18,9 @@ CONTRACT = Contract(
     rounds="never: FP32 scores, which are not kept",
     adds="a head's score is q . k with the width ascending in one FP32 accumulator; relu; times the head's weight, rounded; heads by the "
     "adjacent-pair tree. No scale: a positive factor moves no choice. A row that sees at most top_k tokens takes all of them, unscored; "
-    "else the top_k by descending score, the lower position first among equals, -0 as +0, NaN as -inf",
+    "else the top_k by descending score, the lower position first among equals, -0 as +0, NaN as -inf and "
+    "the rows' flag set (`Rows.flag`, on the device): training asks behind the walk, the engine behind each push, both by "
+    "`Rows.check_flags`, a ValueError",
     laws=("row", "split", "place", "repeat"),
     backward="none: integers have no gradient, and a published indexer is not trained",
     launch="training reads packed rows, serving reads pages; rows are scored in blocks, so no [R, R] scores are held; nothing is scored "

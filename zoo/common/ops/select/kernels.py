@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.common.ops.select.reference import NAN_SCORE
 from zoo.common.ops.tree_kernels import EXACT, pair_tree_first
 from zoo.common.ops.trees import padded_width
 from zoo.common.rows import Rows
@@ -19,13 +20,16 @@ HELD = 1 << 26  # integers of 8 bytes held at a time: a row's scores, and the ch
 NOWHERE = torch.iinfo(torch.int64).min
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_row", "columns"])
+@triton.jit(do_not_specialize=["table_stride", "first_row", "columns", "top_k"])
 def _index_scores(
-    q_ptr, weights_ptr, keys_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr,
-    q_row, q_head, weight_row, table_stride, first_row, columns,
+    q_ptr, weights_ptr, keys_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr, flag_ptr,
+    q_row, q_head, weight_row, table_stride, first_row, columns, top_k,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Keys of one row and one tile of positions, each as an integer that orders by (score, lower position). PAGE 0: packed keys."""
+    """Keys of one row and one tile of positions, each as an integer that orders by (score, lower position). PAGE 0: packed keys.
+
+    A NaN score among those that a choice is made from sets the flag; programs that set it together write the same value.
+    """
     row = first_row + tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TILE + tl.arange(0, TILE)
     position = tl.load(positions_ptr + row)
@@ -52,6 +56,8 @@ def _index_scores(
         score = pair_tree_first(term, BLOCK_H, TILE)
         bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
         lowest: tl.constexpr = -0x7F800001  # -inf, made monotonic
+        missing = (score != score) & seen & (position >= top_k)
+        tl.store(flag_ptr, 1, mask=tl.max(missing.to(tl.int32), axis=0) > 0)
         key = tl.where(score != score, lowest, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(tl.int64)
         key = key * 0x80000000 + (0x7FFFFFFF - place)
     else:
@@ -77,8 +83,8 @@ def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tenso
         block = min(step, count - first)
         key_RT = torch.empty(block, columns, dtype=torch.int64, device=q.device)
         _index_scores[(block, triton.cdiv(columns, KEY_TILE))](
-            q, weights, keys.contiguous(), table, rows.positions_R, rows.sequence_R, rows.starts_N1, key_RT,
-            q.stride(0), q.stride(1), weights.stride(0), table.stride(0), first, columns,
+            q, weights, keys.contiguous(), table, rows.positions_R, rows.sequence_R, rows.starts_N1, key_RT, rows.flag(NAN_SCORE),
+            q.stride(0), q.stride(1), weights.stride(0), table.stride(0), first, columns, top_k,
             HEADS=heads, WIDTH=width, PAGE=0 if page_table_NB is None else keys.shape[1], TILE=KEY_TILE,
             BLOCK_H=max(16, padded_width(heads)), BLOCK_E=min(64, max(16, padded_width(width))), num_warps=4, **EXACT,
         )  # fmt: skip

@@ -11,6 +11,10 @@ from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 
 QUERY_ROWS = 16
+NAN_SCORE = (
+    "select: an earlier token's score is NaN, so a row's query, its heads' weights or an index key holds a NaN or an infinity, "
+    "and which tokens the row attends to says nothing"
+)
 
 
 def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tensor | None, rows: Rows, top_k: int) -> Tensor:
@@ -29,19 +33,21 @@ def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tenso
                 if count <= top_k or scores is None:
                     out[first + i, :count] = torch.arange(count)
                 else:
+                    if scores[i, :count].isnan().any():
+                        rows.flag(NAN_SCORE).fill_(1)
                     out[first + i] = best(scores[i, :count], top_k)
     return out
 
 
 def index_scores(q_RHE: Tensor, weights_RH: Tensor, keys_TE: Tensor) -> Tensor:
-    """FP32 scores [R, T], never -0 or NaN."""
+    """FP32 scores [R, T], never -0."""
     accumulate = torch.promote_types(q_RHE.dtype, torch.float32)
     dots_RHT = panels(q_RHE.flatten(0, 1).to(accumulate), keys_TE.to(accumulate)).unflatten(0, q_RHE.shape[:2])
     terms_RHT = torch.clamp(dots_RHT, min=0.0) * weights_RH.to(accumulate)[..., None]
-    total_RT = pair_tree(terms_RHT.transpose(1, 2)) + 0.0
-    return torch.where(total_RT.isnan(), -torch.inf, total_RT)
+    return pair_tree(terms_RHT.transpose(1, 2)) + 0.0
 
 
 def best(scores_T: Tensor, top_k: int) -> Tensor:
-    """The places of the `top_k` largest, ascending; a stable sort keeps equal scores in order."""
-    return torch.sort(scores_T, descending=True, stable=True).indices[:top_k].sort().values.to(torch.int32)
+    """The places of the `top_k` largest, ascending, NaN as -inf; a stable sort keeps equal scores in order."""
+    ordered_T = torch.where(scores_T.isnan(), -torch.inf, scores_T)
+    return torch.sort(ordered_T, descending=True, stable=True).indices[:top_k].sort().values.to(torch.int32)
