@@ -27,8 +27,6 @@ UPWARDS = {
 }
 CIRCLES = (
     {"zoo.common.fingerprint", "zoo.common.layers", "zoo.common.program", "zoo.common.qualification"},  # and ops
-    {f"zoo.sglang_plugin.{name}" for name in ("check", "graphs", "options", "register", "served")},
-    {"zoo.verify.live", "zoo.verify.score"},
 )
 
 

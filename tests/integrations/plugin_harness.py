@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from zoo.common.serving import ForServing
-from zoo.sglang_plugin import check, options
+from zoo.sglang_plugin import options
 
 
 def stand_in_sglang(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17") -> None:
@@ -20,7 +20,7 @@ def stand_in_sglang(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17") ->
     monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(__version__=version))  # type: ignore[arg-type]
     overrides = types.SimpleNamespace(resolved_view=lambda args: args)
     monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", overrides)  # type: ignore[arg-type]
-    monkeypatch.setattr(check, "assert_hooked", lambda: None)
+    monkeypatch.setattr(options, "assert_hooked", lambda: None)
 
 
 def arguments(**changed: Any) -> Any:

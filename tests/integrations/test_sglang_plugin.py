@@ -36,7 +36,6 @@ from zoo.sglang_plugin import (
     REQUEST,
     ROUTING_WEIGHTS,
     WEIGHTS,
-    check,
     memory,
     names,
     options,
@@ -310,7 +309,7 @@ def test_stand_in_what_resolution_decided_is_checked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(options, "read_config", lambda path, revision: FIELDS)
     decided = arguments(sampling_backend="zoo", moe_a2a_backend="deepep")
     monkeypatch.setattr(options, "resolved", lambda args: decided)
-    monkeypatch.setattr(check, "assert_hooked", lambda: None)
+    monkeypatch.setattr(options, "assert_hooked", lambda: None)
     args = arguments()
     with pytest.raises(ValueError, match="--moe-a2a-backend 'none' or None, not 'deepep'"):
         options.around_resolution(lambda a: None, args)

@@ -19,7 +19,7 @@ from plugin_harness import arguments, judged_options, served
 from torch import Tensor, nn
 
 from zoo.qwen3 import SIZES, Qwen3ForServing
-from zoo.sglang_plugin import check, loading, options, register, waiting
+from zoo.sglang_plugin import check, hooked, loading, options, register, waiting
 
 Named = list[tuple[str, Tensor]]
 
@@ -366,7 +366,8 @@ def stand_in_hooks(monkeypatch: pytest.MonkeyPatch, lacking: str | None) -> None
     monkeypatch.setitem(sys.modules, "zoo_stand_in", root)
     page = register.__globals__
     monkeypatch.setitem(page, "resolver", lambda: "resolve_once")
-    monkeypatch.setitem(page, "SRT", "zoo_stand_in")
+    monkeypatch.setattr(hooked, "SRT", "zoo_stand_in")
+    monkeypatch.setattr(hooked, "REGISTERED", [target for target, _, _ in page["hooks"]()])
     for target, _, _ in page["hooks"]():
         owner: Any = root
         *path, name = target.split(".")
@@ -374,7 +375,7 @@ def stand_in_hooks(monkeypatch: pytest.MonkeyPatch, lacking: str | None) -> None
             if not hasattr(owner, part):
                 setattr(owner, part, types.SimpleNamespace())
             owner = getattr(owner, part)
-        module = "sglang.srt.utils.nvtx_utils" if target == lacking else check.REGISTRY  # a decorator is no hook
+        module = "sglang.srt.utils.nvtx_utils" if target == lacking else hooked.REGISTRY  # a decorator is no hook
         setattr(owner, name, types.SimpleNamespace(__wrapped__=wrapped, __globals__={"__name__": module}))
 
 
@@ -383,11 +384,11 @@ def test_stand_in_every_hook_is_asserted(monkeypatch: pytest.MonkeyPatch) -> Non
     targets = [target for target, _, _ in register.__globals__["hooks"]()]
     assert len(targets) == len(set(targets)) > 10
     stand_in_hooks(monkeypatch, None)
-    check.assert_hooked()
+    hooked.assert_hooked()
     for target in targets:
         stand_in_hooks(monkeypatch, target)
         with pytest.raises(RuntimeError, match=f"the hook on {target} is not active"):
-            check.assert_hooked()
+            hooked.assert_hooked()
 
 
 def test_stand_in_a_failed_hook_ends_the_start_of_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:

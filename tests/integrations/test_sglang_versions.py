@@ -26,7 +26,7 @@ import pytest
 from plugin_harness import judged_options
 
 from zoo.sglang_plugin import names
-from zoo.sglang_plugin.check import is_hooked
+from zoo.sglang_plugin.hooked import is_hooked
 
 ROOT = Path(__file__).resolve().parents[2]
 # refused options that came with a later SGLang than 0.5.17, or are gone by 0.5.23: a version may lack these and no others

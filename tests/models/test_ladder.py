@@ -18,6 +18,7 @@ from zoo.verify.ladder import Ladder, Result
 from zoo.verify.report import page
 from zoo.verify.run import save
 from zoo.verify.samplers import Embedded
+from zoo.verify.scored import compare
 from zoo.verify.subject import Settings, Subject, build, config_of, settings_for
 from zoo.verify.tally import Tally, emptiness, k3_of, shared_pattern
 
@@ -259,12 +260,12 @@ def test_a_record_that_was_touched_is_caught() -> None:
     completions = live.sample(subject, SMALL, Embedded(subject))
     with live.Scorer(subject) as scorer:
         scores = scorer.score(completions)
-        rows = [tally.row(4, what, empty) for what, tally, empty in live.compare(completions, scores, subject.vocabulary)]
+        rows = [tally.row(4, what, empty) for what, tally, empty in compare(completions, scores, subject.vocabulary)]
         assert len(rows) == 3 and all(row.ok for row in rows)
         first = completions[0]
         other = replace(first, output_ids=(*first.output_ids[:-1], (first.output_ids[-1] + 1) % subject.vocabulary))
         changed = scorer.score([other, *completions[1:]])
-        verdicts = [not tally.differing for _, tally, _ in live.compare(completions, changed, subject.vocabulary)]
+        verdicts = [not tally.differing for _, tally, _ in compare(completions, changed, subject.vocabulary)]
         assert verdicts == [False, True, True]
         foreign = replace(first, fingerprint=replace(first.fingerprint, weights="0" * 32))
         with pytest.raises(ValueError, match="the trainer refuses the records: the last row is of .*, the fingerprint of 0000"):

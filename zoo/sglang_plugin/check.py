@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import pkgutil
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as every_module
 
+from zoo.common.serving import ForServing
+from zoo.sglang_plugin.hooked import assert_hooked
 from zoo.sglang_plugin.names import PROGRAMS
 from zoo.sglang_plugin.options import CHECKED
-
-REGISTRY = "sglang.srt.plugins.hook_registry"
-
-
-def assert_hooked() -> None:
-    """RuntimeError naming the first hook that is not active in this process: SGLang only logs one that it could not apply."""
-    from zoo.sglang_plugin.register import SRT, hooks
-
-    for target, _, _ in hooks():
-        try:
-            found = pkgutil.resolve_name(f"{SRT}.{target}")
-        except (ImportError, AttributeError):
-            found = None
-        if not is_hooked(found):
-            raise RuntimeError(f"the hook on {target} is not active: this SGLang has no such method, or its plugins were not loaded")
-
-
-def is_hooked(method: Any) -> bool:
-    """Whether the outermost function is SGLang's registry's: its decorators leave `__wrapped__` too."""
-    return hasattr(method, "__wrapped__") and getattr(method, "__globals__", {}).get("__name__") == REGISTRY
 
 
 def assert_unhooked(model: nn.Module) -> None:
@@ -45,14 +26,13 @@ def assert_unhooked(model: nn.Module) -> None:
 def assert_active(runner: Any) -> None:
     """RuntimeError naming the first part of a model runner that is not the zoo's."""
     from zoo.sglang_plugin.sampler import RowSampler
-    from zoo.sglang_plugin.served import Served
 
     args = runner.server_args
     if args.attention_backend not in PROGRAMS:
         raise RuntimeError(f"the server's attention backend is {args.attention_backend}")
     if not getattr(args, CHECKED, False):
         raise RuntimeError("the server's options were not checked: the hook on ServerArgs is not active")
-    if not isinstance(runner.model, Served):
+    if not isinstance(vars(runner.model).get("_modules", {}).get("zoo"), ForServing):
         raise RuntimeError(f"the model is {type(runner.model).__module__}.{type(runner.model).__name__}, not the zoo's")
     if not isinstance(runner.sampler, RowSampler):
         raise RuntimeError(f"the sampler is {type(runner.sampler).__name__}, not the zoo's")

@@ -11,6 +11,7 @@ from typing import Any
 
 from zoo.common.hub import read_config
 from zoo.common.registry import model_class
+from zoo.sglang_plugin.hooked import assert_hooked
 from zoo.sglang_plugin.names import FAMILIES, HYBRID, PARSER, PROGRAMS, PROVEN, SAMPLER
 from zoo.sglang_plugin.slots import power_of_two
 
@@ -133,8 +134,6 @@ def around_resolution(original: Callable[[Any], None], args: Any) -> None:
         return original(args)
     if str(args.model_path).lower() in ("none", "dummy"):
         raise ValueError(f"--attention-backend {args.attention_backend} needs a checkpoint, not --model-path {args.model_path}")
-    from zoo.sglang_plugin.check import assert_hooked
-
     assert_hooked()  # here for the process that takes requests, the scheduler does it for its own
     imply(args, read_config(args.model_path, args.revision))
     if args.chunked_prefill_size is None and not power_of_two(args.page_size):

@@ -45,6 +45,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zoo.sglang_plugin.capturer import around_collect, around_create
+from zoo.sglang_plugin.hooked import REGISTERED, SRT
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
 from zoo.sglang_plugin.options import DUMMY, around_resolution
 from zoo.sglang_plugin.parser import register_parser
@@ -55,7 +56,6 @@ from zoo.sglang_plugin.waiting import around_input, around_update, waits_for_rel
 
 logger = logging.getLogger(__name__)
 
-SRT = "sglang.srt"
 # SGLang's tags of memory that is released and resumed: with its key-value pool, with the model
 KV_MEMORY = "kv_cache"
 WEIGHTS_MEMORY = "weights"
@@ -76,6 +76,7 @@ def register() -> None:
     server_args.SAMPLING_BACKEND_CHOICES.add(SAMPLER)
     for target, hook, kind in hooks():
         HookRegistry.register(f"{SRT}.{target}", hook, HookType[kind])
+        REGISTERED.append(target)
     register_parser()
 
 

@@ -15,6 +15,7 @@ from zoo.common.engine import Completion
 from zoo.verify import live, ways
 from zoo.verify.asked import RUNGS
 from zoo.verify.samplers import Sampler, sampler
+from zoo.verify.scored import compare
 from zoo.verify.subject import Settings, Subject
 from zoo.verify.tally import Row, Spot, Tally, emptiness, shared_pattern
 from zoo.verify.trace import Divergence, Run, Tap, first_divergence
@@ -294,7 +295,7 @@ class Ladder:
         completions = live.sample(self.subject, settings, source)
         self.say(f"{prefix}scoring in another process")
         scored = scorer.score(completions)
-        for what, tally, empty in live.compare(completions, scored, self.subject.vocabulary):
+        for what, tally, empty in compare(completions, scored, self.subject.vocabulary):
             self._add(tally.row(rung, prefix + source.prefix + what, empty), tally)
             if tally.spot is not None and self.result.first_divergence is None:
                 self._name_live(completions, tally.spot)

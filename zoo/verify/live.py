@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ import zoo
 from zoo.common.engine import Completion
 from zoo.common.sampling import SamplingParams
 from zoo.verify.samplers import Sampler
-from zoo.verify.score import SCORES, Scores
+from zoo.verify.scored import Scores
 from zoo.verify.subject import Settings, Subject
-from zoo.verify.tally import Tally, emptiness
 
 PARAMS = (
     SamplingParams(temperature=0.0, seed=0),
@@ -115,20 +113,3 @@ class Scorer:
         folder = self.folder / f"step-{self._saved}"
         self.subject.trainer.save_pretrained(folder)
         return {"checkpoint": str(folder)}
-
-
-def compare(completions: list[Completion], scores: Scores, vocabulary: int) -> Iterator[tuple[str, Tally, str | None]]:
-    """Rows by kind of sampling: the sampler's reported log-probabilities against the trainer's."""
-    groups: dict[str, list[int]] = {"greedy": [], "temperature": [], "top-k, top-p, min-p": []}
-    for i, c in enumerate(completions):
-        groups["greedy" if c.sampling.is_greedy else "top-k, top-p, min-p" if c.sampling.filters else "temperature"].append(i)
-    for name, members in groups.items():
-        if not members:
-            continue
-        empty = emptiness(torch.tensor([value for i in members for value in completions[i].log_probs]), None, vocabulary)
-        tally = Tally()
-        for i in members:
-            c = completions[i]
-            for kind, reported in zip(SCORES, (c.log_probs, c.filtered_log_probs), strict=True):
-                tally.log_probs(torch.tensor(scores[kind][i]), torch.tensor(reported), i, len(c.prompt_ids) - 1)
-        yield f"live sampling, {name}", tally, empty

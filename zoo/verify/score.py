@@ -19,10 +19,8 @@ from torch import Tensor
 
 from zoo.common.engine import Completion, check_draws
 from zoo.common.training import ForRL
+from zoo.verify.scored import SCORES, Scores, compare
 from zoo.verify.subject import load
-
-Scores = dict[str, list[list[float]]]
-SCORES = ("log_probs", "filtered_log_probs")
 
 
 @torch.no_grad()
@@ -99,8 +97,6 @@ def main() -> int:
             score_file(Path(source), Path(out), models)
             print("done", flush=True)
         return 0
-    from zoo.verify.live import compare
-
     records = json.loads(given.records.read_text())
     try:
         completions = [Completion.from_dict(c) for c in records["completions"]]
