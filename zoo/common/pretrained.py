@@ -306,7 +306,7 @@ class Pretrained(nn.Module):
 
 
 def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a model's method a door: the program alone names its dtypes and its kernels.
+    """Wraps a method of a model, so that the program alone names its dtypes and its kernels.
 
     Autocast is shut out, so a trainer's mixed precision moves no byte. A compiler would fuse and reorder the arithmetic, so
     everything inside runs eagerly: `torch.compile` of the model or of the method gives the eager bytes, and no speed. ValueError
@@ -314,7 +314,7 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def door(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
         self.check_arithmetic()
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             return method(self, *args, **kwargs)
@@ -323,8 +323,8 @@ def own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Pretrained, *args: Any, **kwargs: Any) -> Any:
         # the compiler takes seconds to import: where nobody imported it, nobody compiles
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-            return torch.compiler.disable(door)(self, *args, **kwargs)
-        return door(self, *args, **kwargs)
+            return torch.compiler.disable(guarded)(self, *args, **kwargs)
+        return guarded(self, *args, **kwargs)
 
     return call
 

@@ -1,6 +1,6 @@
 """Rows: everything that an op may know about the tokens in a batch.
 
-A row is one token's activation. Activations are packed `[R, ...]`; there is no padded `[B, T]` behind the public door.
+A row is one token's activation. Activations are packed `[R, ...]`; there is no padded `[B, T]` behind `forward`.
 """
 
 from __future__ import annotations

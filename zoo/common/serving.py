@@ -1,4 +1,4 @@
-"""The serving door: rows through paged memory, eager or by CUDA graph. It chooses rows and memory and makes no number."""
+"""Serving: rows through paged memory, eager or by CUDA graph. It chooses rows and memory and makes no number."""
 
 from __future__ import annotations
 

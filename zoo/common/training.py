@@ -1,4 +1,4 @@
-"""The training door: an nn.Module that scores tokens. It chooses rows and memory and makes no number."""
+"""Training: an nn.Module that scores tokens. It chooses rows and memory and makes no number."""
 
 from __future__ import annotations
 
