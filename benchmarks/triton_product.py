@@ -11,11 +11,13 @@ What came out wrong is compiled again at lower optimisation and by the other ass
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,27 +128,22 @@ def cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Found:
-    """What was seen of a case; `off` and `worst` are None where nothing ran."""
+    """What was seen of a case: the numbers of its run, "not run", or how it failed, and its machine code."""
 
     case: Case
     asm: dict[str, Any]
-    off: int | None
-    worst: float | None
+    numbers: str
+    wrong: bool
     products: list[wgmma.Product]
 
     @property
     def broken(self) -> list[wgmma.Product]:
         return [product for product in self.products if any(operand.broken for operand in product.operands)]
 
-    @property
-    def wrong(self) -> bool:
-        return bool(self.off or self.broken)
-
     def __str__(self) -> str:
         unknown = sum(not operand.known for product in self.products for operand in product.operands)
-        numbers = "not run" if self.off is None else f"{self.off:>6} off, worst {self.worst:.2g}"
         counts = f"{len(self.products)} wgmma, {len(self.broken)} of no descriptor, {unknown} operands not followed"
-        return f"{self.case}: {numbers}; {counts}"
+        return f"{self.case}: {self.numbers}; {counts}"
 
 
 def compiled(case: Case) -> Any:
@@ -204,17 +201,43 @@ def run(case: Case) -> tuple[Any, Tensor, Tensor, Tensor]:
     return handle, found, wanted, bound
 
 
-def look(case: Case, tool: Path) -> Found:
-    off = None
-    worst = None
+def look(case: Case) -> Found:
+    """In a process of its own: a descriptor that is none may read where no memory is, which ends every later call of the process."""
+    numbers = "not run"
+    wrong = False
     if torch.cuda.is_available():
         handle, found, wanted, bound = run(case)
-        distance = ((found.double() - wanted).abs() / bound).nan_to_num(float("inf"))
-        off = int((distance > BOUND).sum())
-        worst = float(distance.max())
+        try:
+            distance = ((found.double() - wanted).abs() / bound).nan_to_num(float("inf"))
+            off = int((distance > BOUND).sum())
+            numbers = f"{off:>6} off, worst {float(distance.max()):.2g}"
+            wrong = off > 0
+        except RuntimeError as error:
+            numbers = str(error).partition("\n")[0]
+            wrong = True
     else:
         handle = compiled(case)
-    return Found(case, handle.asm, off, worst, wgmma.products(wgmma.disassembled(handle.asm["cubin"], tool)))
+    asm = {form: handle.asm[form] for form in ("ttgir", "llir", "ptx", "cubin")}
+    tool = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "nvdisasm"
+    return Found(case, asm, numbers, wrong, wgmma.products(wgmma.disassembled(asm["cubin"], tool)))
+
+
+def tried(case: Case) -> Found | str:
+    try:
+        return look(case)
+    except Exception as error:  # a variant that doesn't compile is a row as well
+        return f"{case}: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+
+
+def look_at(chosen: list[Case]) -> list[Found]:
+    """Prints a row a case; the ones that are wrong, in their machine code or in their numbers."""
+    wrong = []
+    with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        for found in pool.imap(tried, chosen, chunksize=1):
+            print(found, flush=True)
+            if isinstance(found, Found) and (found.wrong or found.broken):
+                wrong.append(found)
+    return wrong
 
 
 def dump(found: Found, folder: Path) -> None:
@@ -223,14 +246,6 @@ def dump(found: Found, folder: Path) -> None:
     for form in ("ttgir", "llir", "ptx"):
         (folder / f"{name}.{form}").write_text(found.asm[form])
     (folder / f"{name}.cubin").write_bytes(found.asm["cubin"])
-
-
-def guarded(work: Callable[[], Found], case: Case) -> Found | None:
-    try:
-        return work()
-    except Exception as error:  # a variant that doesn't compile is a row as well
-        print(f"{case}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
-        return None
 
 
 def main() -> None:
@@ -253,27 +268,16 @@ def main() -> None:
             Case("beside q k^T"),
             Case("beside q k^T", 256, 128),
         ]
-    wrong = []
-    for case in chosen[: args.first]:
-        found = guarded(lambda case=case: look(case, binaries / "nvdisasm"), case)
-        if found is None:
-            continue
-        print(found, flush=True)
-        if found.wrong:
-            wrong.append(found)
+    wrong = look_at(chosen[: args.first])
     if args.only_old_form:
         return
-    for i, found in enumerate(wrong):
+    for found in wrong:
         if args.dump is not None:
             dump(found, args.dump)
         for product in found.broken[:1]:
             print(f"  {found.case}: {product}")
-        if i >= LOWERED:
-            continue
-        slower = Case(**{**vars(found.case), "options": {"ptx_options": "--opt-level 1"}})
-        again = guarded(lambda slower=slower: look(slower, binaries / "nvdisasm"), slower)
-        if again is not None:
-            print(f"  at --opt-level 1: {again}", flush=True)
+    print("at --opt-level 1:", flush=True)
+    look_at([dataclasses.replace(found.case, options={"ptx_options": "--opt-level 1"}) for found in wrong[:LOWERED]])
     other = binaries / "ptxas-blackwell"
     if other.exists():
         print("by the other assembler:", flush=True)

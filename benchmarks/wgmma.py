@@ -16,34 +16,29 @@ from pathlib import Path
 WORD = (1 << 32) - 1
 # the high words that Triton asks for: eight rows of 128, 64 or 32 bytes, swizzled as widely
 HIGH_WORDS = {0x40000040: 128, 0x80000020: 64, 0xC0000010: 32}
-# what an instruction finds in special registers: odd values, which no address may contain
-SPECIAL = {"SR_CTAID.X": 0xABCD1, "SR_CTAID.Y": 0xABCD2, "SR_CTAID.Z": 0xABCD3, "SR_CgaCtaId": 0}
+NOTHING = "a register that nothing wrote"
+ANOTHER = "a register that holds another value"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A descriptor's words; None: made by an instruction that is not modelled here, or not known before the run.
-
-    unwritten  it comes from a register that nothing wrote before
-    """
+    """A descriptor's words, None where a run alone can tell; `fault`: what else than a descriptor went into it."""
 
     low: int | None
     high: int | None
-    unwritten: bool
+    fault: str = ""
 
     @property
     def broken(self) -> bool:
-        if self.unwritten:
-            return True
-        return self.high is not None and self.high not in HIGH_WORDS
+        return bool(self.fault) or (self.high is not None and self.high not in HIGH_WORDS)
 
     @property
     def known(self) -> bool:
         return self.broken or self.high is not None
 
     def __str__(self) -> str:
-        if self.unwritten:
-            return "from a register that nothing wrote"
+        if self.fault:
+            return f"from {self.fault}"
         words = ("?" if word is None else f"{word:#x}" for word in (self.high, self.low))
         return ":".join(words)
 
@@ -74,12 +69,17 @@ def products(text: str) -> list[Product]:
 
 
 class _Registers:
-    """Uniform registers and predicates after each instruction; a value is None where it isn't known."""
+    """Uniform registers and carries after each instruction; a word is None where it isn't known.
+
+    faults  registers whose word is of no descriptor: an argument, a program's number, or of a register that nothing wrote
+    aside   ordinary registers that hold a uniform one's word for a while, and its fault
+    """
 
     def __init__(self) -> None:
         self.words: dict[int, int | None] = {}
         self.carries: dict[str, int] = {}
-        self.dangling: set[int] = set()
+        self.faults: dict[int, str] = {}
+        self.aside: dict[str, tuple[int | None, str]] = {}
         self.rules: dict[str, Callable[[list[str]], tuple[int | None, ...]]] = {
             "UMOV": lambda sources: (self.word(sources[0]),),
             "UIADD3": self.add,
@@ -93,7 +93,6 @@ class _Registers:
             "USHF.L.U32": lambda sources: self.of_words(sources, lambda x, by: x << by, order=(0, 1)),
             "USGXT.U32": lambda sources: self.of_words(sources, lambda x, bits: x & ((1 << bits) - 1), order=(0, 1)),
             "ULOP3.LUT": self.bitwise,
-            "S2UR": lambda sources: (SPECIAL.get(sources[0]),),
         }
 
     def follow(self, text: str) -> Iterator[Product]:
@@ -104,30 +103,42 @@ class _Registers:
                 yield self.product(at, name, int(group[1]), left_in_registers=not sources[1].startswith("gdesc"))
             elif re.fullmatch(r"UR\d+", sources[0]):
                 self.write(name, int(sources[0][2:]), sources[1:], guarded=bool(guard))
+            elif re.fullmatch(r"R\d+", sources[0]):
+                moved = re.fullmatch(r"UR(\d+)", sources[-1]) if name in ("MOV", "IMAD.U32") else None
+                self.aside.pop(sources[0], None)
+                if moved is not None:
+                    self.aside[sources[0]] = (self.words.get(int(moved[1])), self.fault(int(moved[1])))
 
     def product(self, at: str, name: str, group: int, left_in_registers: bool) -> Product:
         firsts = [group + 2] if left_in_registers else [group, group + 2]
         return Product(at, name, tuple(self.operand(first) for first in firsts))
 
     def operand(self, first: int) -> Operand:
-        pair = (first, first + 1)
-        unwritten = any(register in self.dangling or register not in self.words for register in pair)
-        return Operand(self.words.get(first), self.words.get(first + 1), unwritten)
+        fault = self.fault(first + 1)
+        if self.fault(first) == NOTHING:
+            fault = NOTHING
+        return Operand(self.words.get(first), self.words.get(first + 1), fault)
+
+    def fault(self, register: int) -> str:
+        return self.faults.get(register, "") if register in self.words else NOTHING
 
     def write(self, name: str, target: int, sources: list[str], guarded: bool) -> None:
+        if name in ("S2UR", "R2UR"):
+            base = (0, "") if sources[0] == "SR_CgaCtaId" else (None, ANOTHER)
+            self.words[target], self.faults[target] = self.aside.get(sources[0], base)
+            return
         wide = ".64" in name or "WIDE" in name
-        targets = (target, target + 1) if wide else (target,)
         values = self.rules[name](sources) if name in self.rules else ()
         read = [int(number) for source in sources for number in re.findall(r"UR(\d+)", source)]
-        if name == "UIADD3.64":
-            read += [number + 1 for number in read]
-        unwritten = any(register in self.dangling or register not in self.words for register in read)
-        for i, register in enumerate(targets):
-            value = values[i] if i < len(values) else None
-            self.words[register] = value & WORD if value is not None and not guarded else None
-            self.dangling.discard(register)
-            if unwritten:
-                self.dangling.add(register)
+        found = []
+        for lane in range(2 if wide else 1):
+            value = values[lane] if lane < len(values) else None
+            faults = [self.fault(register + lane if name == "UIADD3.64" else register) for register in read]
+            other = "" if name in self.rules else ANOTHER
+            found.append((None if value is None or guarded else value & WORD, next(filter(None, faults), other)))
+        for lane, (value, fault) in enumerate(found):
+            self.words[target + lane] = value
+            self.faults[target + lane] = fault
 
     def word(self, source: str) -> int | None:
         if source in ("URZ", "RZ"):
