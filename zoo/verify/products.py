@@ -1,8 +1,6 @@
 """Matrix products of our own kernels against float64: a compiler that gets one wrong is seen before a number of it is used.
 
-Triton 3.6 assembles for an H200 with a ptxas (12.8) that loses a register where two products of a kernel, whose operands are swizzled
-differently, begin at one address of shared memory: DECISIONS, "outputs of a chunk of 64 rows by columns". Laws and equal bytes can't see
-such a fault where every path has it.
+Laws and equal bytes can't see a fault that every path of a kernel has. docs/TRITON_FAULT.md tells of one in the assembler of Triton 3.6.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from zoo.common.rows import Rows
 J = tl.constexpr(CHUNK)
 CLOSE_COLUMNS = 32  # of a state that a closing step holds at once
 FOLD_HEADS = 32
-OUTPUT_COLUMNS = 64  # of a chunk's outputs at once: 4 programs are resident. Fewer come out wrong where K is 64 or more (H200, Triton 3.6)
+# of a chunk's outputs at once: 4 programs are resident. ptxas 12.8 assembles fewer wrongly where K is 64 or more (docs/TRITON_FAULT.md)
+OUTPUT_COLUMNS = 64
 # a scan's launch for at most so many sequences x heads x columns: columns of a program, warps, stages (3: a chunk's operands arrive
 # during the one before, a program a multiprocessor; 2: two programs fit and overlap)
 SCAN_SHAPES = ((132 * 32, 32, 4, 3), (264 * 32, 32, 4, 2), (1 << 62, 64, 4, 2))
