@@ -11,7 +11,7 @@ import torch
 from zoo.common.ops.rope.table import MOST_RADIANS
 from zoo.common.reading import clipped, shown, some
 
-_MISSING = object()
+MISSING = object()
 NO_NUMBERS = frozenset({"eos", "published", "wrapped"})  # fields of our configs that move no byte
 MOST = MOST_RADIANS  # a RoPE table's fastest pair turns by one radian a position
 LAYERS = 1024
@@ -32,15 +32,21 @@ TRAINING = {"attention_dropout": 0.0, "output_router_logits": False}
 
 
 class FieldReader:
-    """Hands out fields of a published config and remembers which were read. ValueError names the family, field and value."""
+    """Hands out fields of a published config and remembers which were read. ValueError names the family, field and value.
+
+    `found` holds what was read so far under our names, for checks that look at more than one field.
+    """
 
     def __init__(self, family: str, fields: dict[str, Any], ignored: frozenset[str]) -> None:
-        self.family, self.fields, self.seen = family, fields, set(ignored)
+        self.family = family
+        self.fields = fields
+        self.seen = set(ignored)
+        self.found: dict[str, Any] = {}
 
-    def raw(self, name: str, absent: Any = _MISSING) -> Any:
+    def raw(self, name: str, absent: Any = MISSING) -> Any:
         self.seen.add(name)
         value = self.fields.get(name, absent)
-        if value is _MISSING:
+        if value is MISSING:
             raise ValueError(f"{self.family}: config.json has no {name!r}")
         return value
 
@@ -52,6 +58,9 @@ class FieldReader:
             given = f"{value:.6g}" if value < 10**300 else shown(value)  # an integer may be too large for a float
             raise ValueError(f"{self.family}: {name} must be at most {most}, it is {given}")
         return value
+
+    def layers(self, name: str) -> int:
+        return self.integer(name, LAYERS)
 
     def number(self, name: str) -> float:
         return self._positive(name, self.raw(name))
@@ -69,11 +78,11 @@ class FieldReader:
             raise ValueError(f"{self.family}: {name} must be true or false, it is {shown(value)}")
         return value
 
-    def tokens(self, name: str, vocabulary: int) -> tuple[int, ...]:
+    def tokens(self, name: str) -> tuple[int, ...]:
         """A token id of the vocabulary, a list of them, or nothing."""
         value = self.raw(name, None)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        check_tokens(self.family, name, value, ids, vocabulary)
+        check_tokens(self.family, name, value, ids, self.found["vocabulary"])
         return tuple(ids)
 
     def one_of(self, name: str, *values: Any) -> Any:
@@ -82,14 +91,15 @@ class FieldReader:
             raise ValueError(f"{self.family}: {name} {shown(value)} is not supported, only {' or '.join(map(repr, values))}")
         return value
 
-    def only(self, name: str, wanted: Any, absent: Any = _MISSING) -> None:
+    def only(self, name: str, wanted: Any, absent: Any = MISSING) -> None:
         """Refuses any value but the one that the model file implements."""
         value = self.raw(name, absent)
         if value != wanted:
             raise ValueError(f"{self.family}: {name} {shown(value)} is not supported, only {shown(wanted)}")
 
-    def experts(self, name: str, layers: int) -> int:
-        """How many routed experts each of `layers` layers has."""
+    def experts(self, name: str) -> int:
+        """How many routed experts each layer has."""
+        layers = self.found["layers"]
         experts = self.integer(name, EXPERTS)
         if experts * layers > ALL_EXPERTS:
             raise ValueError(f"{self.family}: {name} {experts} in {layers} layers are more experts than {ALL_EXPERTS}, the most of a model")
@@ -108,9 +118,9 @@ class FieldReader:
         for name, value in TRAINING.items():
             self.only(name, value, absent=value)
 
-    def rope_theta(self) -> float:
+    def rope_theta(self, name: str = "rope_theta") -> float:
         """Old configs have rope_theta, newer ones rope_parameters; scaled variants are refused."""
-        return self._rope("rope_theta")[0]
+        return self._rope(name)[0]
 
     def partial_rope(self, head_dim: int) -> tuple[float, int]:
         """(theta, rotated columns) of a rotation of part of each head. Text rows have equal mrope positions: plain rope."""
@@ -154,6 +164,11 @@ class FieldReader:
         if unknown:
             raise ValueError(f"{self.family}: {place} has unknown fields {some(unknown)}")
         return parameters
+
+    def divides(self, whole: str, part: str, names: tuple[str, str]) -> None:
+        """Refuses a field of ours that is no multiple of another; `names` are their published ones."""
+        if self.found[whole] % self.found[part]:
+            raise ValueError(f"{self.family}: {names[0]} {self.found[whole]} is not a multiple of {names[1]} {self.found[part]}")
 
     def finish(self) -> None:
         unknown = sorted(set(self.fields) - self.seen)

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
-from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
+from zoo.common.config import FieldReader
+from zoo.common.geometry import Fixed, Geometry, Published, eos_of
+
+MOE = ("qwen3_moe",)
+
+
+def _experts(reader: FieldReader, name: str) -> int:
+    return reader.experts(name if name in reader.fields else "num_local_experts")  # transformers 5 writes the latter
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
-    """Geometry of a Qwen3 model. `experts` is 0 for the dense family."""
+class Qwen3Config(Geometry):
+    """Geometry of a Qwen3 model. `experts` is 0 for the dense family; `published` is config.json as it was read."""
 
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    eps: float
-    theta: float
-    positions: int
-    tied: bool
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    renormalise: bool = True
-    eos: tuple[int, ...] = ()
+    family: ClassVar = "qwen3"
+    kinds: ClassVar = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+    architectures: ClassVar = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    ignored: ClassVar = frozenset({"max_window_layers"})
+    fixed: ClassVar = (
+        Fixed("hidden_act", "silu", absent=False, written=True),
+        Fixed("attention_bias", False, absent=False, written=True),
+        Fixed("use_sliding_window", False, written=True),
+        Fixed("sliding_window", None),
+        Fixed("decoder_sparse_step", 1, absent=False, written=True, only=MOE),
+        Fixed("mlp_only_layers", [], absent=False, written=True, only=MOE),
+    )
 
-    def __post_init__(self) -> None:
-        check_tokens("qwen3", "eos_token_id", self.eos, self.eos, self.vocabulary)
+    vocabulary: Annotated[int, Published("vocab_size", FieldReader.integer, divided="tp")]
+    hidden: Annotated[int, Published("hidden_size", FieldReader.integer)]
+    layers: Annotated[int, Published("num_hidden_layers", FieldReader.layers)]
+    heads: Annotated[int, Published("num_attention_heads", FieldReader.integer, divided="tp")]
+    kv_heads: Annotated[int, Published("num_key_value_heads", FieldReader.integer, divided="tp")]
+    head_dim: Annotated[int, Published("head_dim", FieldReader.integer)]
+    intermediate: Annotated[int, Published("intermediate_size", FieldReader.integer, divided="tp")]
+    eps: Annotated[float, Published("rms_norm_eps", FieldReader.number)]
+    theta: Annotated[float, Published("rope_theta", FieldReader.rope_theta)]
+    positions: Annotated[int, Published("max_position_embeddings", FieldReader.integer)]
+    tied: Annotated[bool, Published("tie_word_embeddings", FieldReader.boolean)]
+    experts: Annotated[int, Published("num_experts", _experts, only=MOE, otherwise=0, divided="ep")] = 0
+    experts_per_token: Annotated[int, Published("num_experts_per_tok", FieldReader.integer, only=MOE, otherwise=0)] = 0
+    expert_intermediate: Annotated[int, Published("moe_intermediate_size", FieldReader.integer, only=MOE, otherwise=0)] = 0
+    renormalise: Annotated[bool, Published("norm_topk_prob", FieldReader.boolean, only=MOE, otherwise=True)] = True
+    eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def model_type(self) -> str:
@@ -38,88 +56,16 @@ class Qwen3Config:
 
     def first_layers(self, layers: int) -> Qwen3Config:
         """The same geometry with the first `layers` layers only."""
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, published={})
 
     @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> Qwen3Config:
-        """Reads a config.json. ValueError for a missing, unknown or unsupported field, naming it and its value."""
-        read = FieldReader("qwen3", fields, IGNORED | {"max_window_layers"})
-        kind = read.one_of("model_type", "qwen3", "qwen3_moe")
-        read.is_not_quantised()
-        read.trains_as_published()
-        read.only("hidden_act", "silu")
-        read.only("attention_bias", False)
-        read.only("use_sliding_window", False, absent=False)
-        read.only("sliding_window", None, absent=None)
-        layers, vocabulary = read.integer("num_hidden_layers", LAYERS), read.integer("vocab_size")
-        read.only("layer_types", ["full_attention"] * layers, absent=["full_attention"] * layers)
-        heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
-        if heads % kv_heads:
-            raise ValueError(f"qwen3: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        mixture: dict[str, Any] = {}
-        if kind == "qwen3_moe":
-            read.only("decoder_sparse_step", 1)
-            read.only("mlp_only_layers", [])
-            mixture = {
-                # transformers 5 writes num_local_experts
-                "experts": read.experts("num_experts" if "num_experts" in fields else "num_local_experts", layers),
-                "experts_per_token": read.integer("num_experts_per_tok"),
-                "expert_intermediate": read.integer("moe_intermediate_size"),
-                "renormalise": read.boolean("norm_topk_prob"),
-            }
-            if mixture["experts_per_token"] > mixture["experts"]:
-                raise ValueError(f"qwen3: {mixture['experts_per_token']} experts per token of {mixture['experts']}")
-        config = cls(
-            vocabulary=vocabulary,
-            hidden=read.integer("hidden_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=read.integer("head_dim"),
-            intermediate=read.integer("intermediate_size"),
-            eps=read.number("rms_norm_eps"),
-            theta=read.rope_theta(),
-            positions=read.integer("max_position_embeddings"),
-            tied=read.boolean("tie_word_embeddings"),
-            eos=read.tokens("eos_token_id", vocabulary),
-            **mixture,
-        )
-        read.finish()
-        return config
-
-    def to_hf(self) -> dict[str, Any]:
-        """The published fields of this geometry."""
-        fields: dict[str, Any] = {
-            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rms_norm_eps": self.eps,
-            "rope_theta": self.theta,
-            "max_position_embeddings": self.positions,
-            "tie_word_embeddings": self.tied,
-            "use_sliding_window": False,
-            "torch_dtype": "bfloat16",
-        }
-        if self.eos:
-            fields["eos_token_id"] = list(self.eos) if len(self.eos) > 1 else self.eos[0]
-        if self.experts:
-            fields |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.expert_intermediate,
-                "norm_topk_prob": self.renormalise,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        return fields
+    def check(cls, reader: FieldReader) -> None:
+        layers = ["full_attention"] * reader.found["layers"]
+        reader.only("layer_types", layers, absent=layers)
+        reader.divides("heads", "kv_heads", ("num_attention_heads", "num_key_value_heads"))
+        chosen = reader.found["experts_per_token"]
+        if chosen > reader.found["experts"]:
+            raise ValueError(f"qwen3: {chosen} experts per token of {reader.found['experts']}")
 
 
 _DENSE = {

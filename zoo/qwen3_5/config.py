@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from zoo.common.config import IGNORED, LAYERS, FieldReader, check_tokens
+from zoo.common.config import IGNORED, FieldReader
+from zoo.common.geometry import Fixed, Geometry, Published, eos_of
 from zoo.common.reading import shown
 
 CONV_WIDTH = 4
@@ -17,188 +17,20 @@ WRAPPER = IGNORED | {
     "language_model_only", "text_config",
 }  # fmt: skip
 TYPES = {
-    "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_5_moe_text": "qwen3_5_moe",
-}  # fmt: skip
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+DENSE = ("qwen3_5",)
+MOE = ("qwen3_5_moe",)
 
 
-@dataclass(frozen=True)
-class Qwen35Config:
-    """Geometry of a Qwen3.5 or 3.6 text model. `full` marks the layers of full attention; `experts` is 0 for the dense family.
-
-    wrapped    the names that are written carry the vision-language model's prefix; both are read
-    published  config.json as it was read
-    """
-
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_dim: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    intermediate: int
-    eps: float
-    theta: float
-    positions: int
-    tied: bool
-    full: tuple[bool, ...]
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    shared_intermediate: int = 0
-    eos: tuple[int, ...] = ()
-    wrapped: bool = False
-    published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_tokens("qwen3_5", "eos_token_id", self.eos, self.eos, self.vocabulary)
-
-    @property
-    def model_type(self) -> str:
-        return "qwen3_5_moe" if self.experts else "qwen3_5"
-
-    @property
-    def conv_channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def first_layers(self, layers: int) -> Qwen35Config:
-        """The text model with the first `layers` layers only. ValueError unless one of them has full attention."""
-        if not any(self.full[:layers]):
-            raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
-        return replace(self, layers=layers, full=self.full[:layers], wrapped=False, published={})
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
-        """Reads a config.json, of the text model or the vision-language model around it. ValueError names field and value."""
-        wrapped = "text_config" in fields
-        text = fields
-        if wrapped:
-            outer = FieldReader("qwen3_5", fields, WRAPPER)
-            around = outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
-            outer.is_not_quantised()
-            outer.finish()
-            if not isinstance(fields["text_config"], dict):
-                raise ValueError(f"qwen3_5: text_config must be an object, it is {shown(fields['text_config'])}")
-            text = {"tie_word_embeddings": False, **fields["text_config"]}
-        read = FieldReader("qwen3_5", text, IGNORED | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-        kind, tied = TYPES[read.one_of("model_type", *TYPES)], read.boolean("tie_word_embeddings")
-        if wrapped and around != kind:
-            raise ValueError(f"qwen3_5: model_type is {around!r}, and {shown(text['model_type'])} in text_config")
-        if wrapped and "tie_word_embeddings" in fields:
-            tied = outer.boolean("tie_word_embeddings")  # the vision-language class obeys this one, whatever the inner one is
-        read.is_not_quantised()
-        read.trains_as_published()
-        read.only("hidden_act", "silu")
-        read.only("attention_bias", False, absent=False)
-        read.only("attn_output_gate", True, absent=True)
-        read.only("output_gate_type", "swish", absent="swish")
-        read.only("linear_conv_kernel_dim", CONV_WIDTH)
-        read.only("mamba_ssm_dtype", "float32", absent="float32")
-        read.only("norm_topk_prob", True, absent=True)
-        read.only("mlp_only_layers", [], absent=[])
-        layers, vocabulary = read.integer("num_hidden_layers", LAYERS), read.integer("vocab_size")
-        heads, kv_heads = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
-        if heads % kv_heads:
-            raise ValueError(f"qwen3_5: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        key_heads, value_heads = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
-        if value_heads % key_heads:
-            raise ValueError(f"qwen3_5: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}")
-        head_dim = read.integer("head_dim")
-        mixture: dict[str, Any] = {"intermediate": 0}
-        if kind == "qwen3_5_moe":
-            mixture |= {
-                "experts": read.experts("num_experts", layers),
-                "experts_per_token": read.integer("num_experts_per_tok"),
-                "expert_intermediate": read.integer("moe_intermediate_size"),
-                "shared_intermediate": read.integer("shared_expert_intermediate_size"),
-            }
-            read.raw("intermediate_size", None)  # of the dense family; published beside the experts' own
-            if mixture["experts_per_token"] > mixture["experts"]:
-                raise ValueError(f"qwen3_5: num_experts_per_tok {mixture['experts_per_token']} of num_experts {mixture['experts']}")
-        else:
-            mixture["intermediate"] = read.integer("intermediate_size")
-        theta, rope_dim = read.partial_rope(head_dim)
-        eos = read.tokens("eos_token_id", vocabulary)
-        if wrapped:  # trainers add their ends outside text_config
-            eos = tuple(dict.fromkeys(eos + outer.tokens("eos_token_id", vocabulary)))
-        config = cls(
-            vocabulary=vocabulary,
-            hidden=read.integer("hidden_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rope_dim=rope_dim,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=read.integer("linear_key_head_dim"),
-            value_dim=read.integer("linear_value_head_dim"),
-            eps=read.number("rms_norm_eps"),
-            theta=theta,
-            positions=read.integer("max_position_embeddings"),
-            tied=tied,
-            full=_full_layers(read, layers),
-            eos=eos,
-            wrapped=wrapped,
-            published=fields,
-            **mixture,
-        )
-        read.finish()
-        return config
-
-    def to_hf(self) -> dict[str, Any]:
-        """The published fields of this geometry: as read if they still say the same, else those of the text model."""
-        if self.published and type(self).from_hf(self.published) == self:
-            return deepcopy(self.published)
-        fields: dict[str, Any] = {
-            "architectures": ["Qwen3_5MoeForCausalLM" if self.experts else "Qwen3_5ForCausalLM"],
-            "model_type": f"{self.model_type}_text",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "linear_conv_kernel_dim": CONV_WIDTH,
-            "linear_key_head_dim": self.key_dim,
-            "linear_value_head_dim": self.value_dim,
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "layer_types": ["full_attention" if full else "linear_attention" for full in self.full],
-            "rms_norm_eps": self.eps,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": self.theta, "partial_rotary_factor": self.rope_dim / self.head_dim,
-            },
-            "max_position_embeddings": self.positions,
-            "tie_word_embeddings": self.tied,
-            "torch_dtype": "bfloat16",
-        }  # fmt: skip
-        interval = self.full.index(True) + 1
-        if self.full == tuple((i + 1) % interval == 0 for i in range(self.layers)):
-            fields["full_attention_interval"] = interval  # all that stock SGLang reads of the layers' kinds
-        if self.eos:
-            fields["eos_token_id"] = list(self.eos) if len(self.eos) > 1 else self.eos[0]
-        if self.experts:
-            fields |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.expert_intermediate,
-                "shared_expert_intermediate_size": self.shared_intermediate,
-            }
-        else:
-            fields["intermediate_size"] = self.intermediate
-        return fields
-
-
-def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
+def _full(read: FieldReader, name: str) -> tuple[bool, ...]:
     """From layer_types, or every `full_attention_interval`-th layer; from both if they agree."""
-    types, interval = read.raw("layer_types", None), read.raw("full_attention_interval", None)
+    layers = read.found["layers"]
+    types = read.raw(name, None)
+    interval = read.raw("full_attention_interval", None)
     if types is None or interval is not None:
         interval = read.integer("full_attention_interval")
         regular = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
@@ -216,6 +48,131 @@ def _full_layers(read: FieldReader, layers: int) -> tuple[bool, ...]:
             f"qwen3_5: full_attention_interval {interval} contradicts layer_types, whose layers of full attention are {shown(found)}"
         )
     return tuple(kind == "full_attention" for kind in types)
+
+
+def _theta(reader: FieldReader, name: str) -> float:
+    return reader.partial_rope(reader.found["head_dim"])[0]
+
+
+def _rope_dim(reader: FieldReader, name: str) -> int:
+    return reader.partial_rope(reader.found["head_dim"])[1]
+
+
+def _rope(config: Qwen35Config) -> dict[str, Any]:
+    part = config.rope_dim / config.head_dim
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config.theta, "partial_rotary_factor": part}}
+
+
+def _nothing(config: Qwen35Config) -> dict[str, Any]:
+    """Written with another field."""
+    return {}
+
+
+def _kinds_of_layers(config: Qwen35Config) -> dict[str, Any]:
+    out: dict[str, Any] = {"layer_types": ["full_attention" if full else "linear_attention" for full in config.full]}
+    interval = config.full.index(True) + 1
+    if config.full == tuple((i + 1) % interval == 0 for i in range(config.layers)):
+        out["full_attention_interval"] = interval  # all that stock SGLang reads of the layers' kinds
+    return out
+
+
+@dataclass(frozen=True)
+class Qwen35Config(Geometry):
+    """Geometry of a Qwen3.5 or 3.6 text model. `full` marks the layers of full attention; `experts` is 0 for the dense family.
+
+    wrapped    the names that are written carry the vision-language model's prefix; both are read
+    published  config.json as it was read
+    """
+
+    family: ClassVar = "qwen3_5"
+    kinds: ClassVar = TYPES
+    architectures: ClassVar = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+    # intermediate_size of the dense family is published beside the experts' own
+    ignored: ClassVar = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size"})
+    fixed: ClassVar = (
+        Fixed("hidden_act", "silu", absent=False, written=True),
+        Fixed("attention_bias", False, written=True),
+        Fixed("attn_output_gate", True),
+        Fixed("output_gate_type", "swish"),
+        Fixed("linear_conv_kernel_dim", CONV_WIDTH, absent=False, written=True),
+        Fixed("mamba_ssm_dtype", "float32"),
+        Fixed("norm_topk_prob", True),
+        Fixed("mlp_only_layers", []),
+    )
+
+    vocabulary: Annotated[int, Published("vocab_size", FieldReader.integer, divided="tp")]
+    hidden: Annotated[int, Published("hidden_size", FieldReader.integer)]
+    layers: Annotated[int, Published("num_hidden_layers", FieldReader.layers)]
+    heads: Annotated[int, Published("num_attention_heads", FieldReader.integer, divided="tp")]
+    kv_heads: Annotated[int, Published("num_key_value_heads", FieldReader.integer, divided="tp")]
+    head_dim: Annotated[int, Published("head_dim", FieldReader.integer)]
+    rope_dim: Annotated[int, Published("partial_rotary_factor", _rope_dim, _rope)]
+    key_heads: Annotated[int, Published("linear_num_key_heads", FieldReader.integer, divided="tp")]
+    value_heads: Annotated[int, Published("linear_num_value_heads", FieldReader.integer, divided="tp")]
+    key_dim: Annotated[int, Published("linear_key_head_dim", FieldReader.integer)]
+    value_dim: Annotated[int, Published("linear_value_head_dim", FieldReader.integer)]
+    intermediate: Annotated[int, Published("intermediate_size", FieldReader.integer, only=DENSE, otherwise=0, divided="tp")]
+    eps: Annotated[float, Published("rms_norm_eps", FieldReader.number)]
+    theta: Annotated[float, Published("rope_theta", _theta, _nothing)]
+    positions: Annotated[int, Published("max_position_embeddings", FieldReader.integer)]
+    tied: Annotated[bool, Published("tie_word_embeddings", FieldReader.boolean)]
+    full: Annotated[tuple[bool, ...], Published("layer_types", _full, _kinds_of_layers)]
+    experts: Annotated[int, Published("num_experts", FieldReader.experts, only=MOE, otherwise=0, divided="ep")] = 0
+    experts_per_token: Annotated[int, Published("num_experts_per_tok", FieldReader.integer, only=MOE, otherwise=0)] = 0
+    expert_intermediate: Annotated[int, Published("moe_intermediate_size", FieldReader.integer, only=MOE, otherwise=0)] = 0
+    shared_intermediate: Annotated[
+        int, Published("shared_expert_intermediate_size", FieldReader.integer, only=MOE, otherwise=0, divided="tp")
+    ] = 0
+    eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    wrapped: bool = False
+    published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3_5_moe" if self.experts else "qwen3_5"
+
+    @property
+    def written_type(self) -> str:
+        return f"{self.model_type}_text"
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def first_layers(self, layers: int) -> Qwen35Config:
+        """The text model with the first `layers` layers only. ValueError unless one of them has full attention."""
+        if not any(self.full[:layers]):
+            raise ValueError(f"qwen3_5: the first {layers} layers have none of full attention, {self.full.index(True) + 1} are needed")
+        return replace(self, layers=layers, full=self.full[:layers], wrapped=False, published={})
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> Qwen35Config:
+        """Reads a config.json, of the text model or the vision-language model around it. ValueError names field and value."""
+        if "text_config" not in fields:
+            return cls(**cls.read(fields), published=fields)
+        outer = FieldReader("qwen3_5", fields, WRAPPER)
+        around = outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
+        outer.is_not_quantised()
+        outer.finish()
+        if not isinstance(fields["text_config"], dict):
+            raise ValueError(f"qwen3_5: text_config must be an object, it is {shown(fields['text_config'])}")
+        text = {"tie_word_embeddings": False, **fields["text_config"]}
+        found = outer.found = cls.read(text)
+        if TYPES[text["model_type"]] != around:
+            raise ValueError(f"qwen3_5: model_type is {around!r}, and {shown(text['model_type'])} in text_config")
+        if "tie_word_embeddings" in fields:
+            # the vision-language class obeys this one, whatever the inner one is
+            found["tied"] = outer.boolean("tie_word_embeddings")
+        found["eos"] = tuple(dict.fromkeys(found["eos"] + outer.tokens("eos_token_id")))  # trainers add theirs outside text_config
+        return cls(**found, wrapped=True, published=fields)
+
+    @classmethod
+    def check(cls, reader: FieldReader) -> None:
+        reader.divides("heads", "kv_heads", ("num_attention_heads", "num_key_value_heads"))
+        reader.divides("value_heads", "key_heads", ("linear_num_value_heads", "linear_num_key_heads"))
+        chosen = reader.found["experts_per_token"]
+        if chosen > reader.found["experts"]:
+            raise ValueError(f"qwen3_5: num_experts_per_tok {chosen} of num_experts {reader.found['experts']}")
 
 
 def _size(
