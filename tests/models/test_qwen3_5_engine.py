@@ -25,6 +25,7 @@ from zoo.common.engine import Completion, Engine, check_draws
 from zoo.common.engine import engine as engine_module
 from zoo.common.engine.engine import CPU_BYTES
 from zoo.common.engine.pages import Key, PagePool
+from zoo.common.engine.scheduler import Request, Scheduler, Start
 from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
 from zoo.common.sampling import SamplingParams
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
@@ -179,6 +180,37 @@ def test_the_nearest_snapshot_is_restored_and_the_rest_pushed(page: int, stride:
         assert warm.stats.reused_rows - before.reused_rows == reused
         rows = warm.stats.prefill_rows + warm.stats.decode_rows - before.prefill_rows - before.decode_rows
         assert rows == common + own - reused + 1  # the first of two drawn tokens is pushed too
+
+
+@pytest.mark.parametrize("faulty", (False, True))
+def test_nobody_writes_into_a_shared_page(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has the whole page that a snapshot ends in: a start shares the pages before it only, and has this one of its own."""
+    warm = engine(page_size=80, pages=12, snapshot_stride=64)
+    nearest, push = Scheduler._nearest, warm.runner.push
+    started: list[int] = []
+
+    def shared_open_page(scheduler: Scheduler, request: Request, cached: list[Any]) -> Start:
+        start = nearest(scheduler, request, cached)
+        return replace(start, nodes=cached[: -(-start.length // 80)])
+
+    def watched_push(single: list[Request], chunks: list[tuple[Request, int]]) -> Any:
+        for request in (*single, *(request for request, _ in chunks)):
+            started.append(request.computed)
+            assert request.computed >= 80 * len(request.nodes), "it writes into a shared page"
+        return push(single, chunks)
+
+    if faulty:
+        monkeypatch.setattr(Scheduler, "_nearest", shared_open_page)
+    warm.runner.push = watched_push  # type: ignore[method-assign]
+    params = SamplingParams(seed=1, max_new_tokens=2)
+    first = warm.generate([LONG[:170]], params)[0]
+    if faulty:
+        with pytest.raises(AssertionError, match="it writes into a shared page"):
+            warm.generate([LONG[:170]], params)
+        return
+    del started[:]
+    assert numbers(warm.generate([LONG[:170]], params)[0]) == numbers(first)
+    assert started[0] == 128  # 80 tokens of a shared page, 48 of one of its own
 
 
 @pytest.mark.parametrize("page", (80, 128))

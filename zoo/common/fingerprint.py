@@ -58,7 +58,7 @@ class Fingerprint:
             raise ValueError(f"a fingerprint is a dictionary, not {shown(fields)}")
         names = set(cls.__dataclass_fields__)
         if set(fields) != names:
-            raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {sorted(map(shown, fields))}")
+            raise ValueError(f"a fingerprint has the fields {sorted(names)}, this one {', '.join(sorted(map(shown, fields)))}")
         if not isinstance(fields["weights"], str):
             raise ValueError(f"a fingerprint's weights are text, not {shown(fields['weights'])}")
         for name in sorted(names - {"weights"}):

@@ -84,7 +84,7 @@ class Completion:
             raise ValueError(f"a completion is a dictionary, not {shown(values)}")
         names = {f.name for f in fields(cls)}
         if set(values) != names:
-            raise ValueError(f"a completion has the fields {sorted(names)}, this one {sorted(map(shown, values))}")
+            raise ValueError(f"a completion has the fields {sorted(names)}, this one {', '.join(sorted(map(shown, values)))}")
         for name in ("log_probs", "filtered_log_probs", "prompt_log_probs"):
             text = values[name]
             if not (text is None and name == "prompt_log_probs") and (not isinstance(text, str) or not HEXADECIMAL.fullmatch(text)):
