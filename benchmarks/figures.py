@@ -53,7 +53,7 @@ class Drawing:
         if arrow:
             self.parts.append(f'<path d="M{x2 - 4:g} {y2 - 6:g} L{x2:g} {y2:g} L{x2 + 4:g} {y2 - 6:g}" fill="none" stroke="{colour}"/>')
 
-    def dot(self, x: float, y: float, colour: str, title: str) -> None:
+    def marker(self, x: float, y: float, colour: str, title: str) -> None:
         self.parts.append(
             f'<circle cx="{x:.1f}" cy="{y:g}" r="4.5" fill="{colour}" fill-opacity="0.75"><title>{escape(title)}</title></circle>'
         )
@@ -189,7 +189,7 @@ def cost(rows: list[dict[str, Any]]) -> str:
             y += step
             d.text(left - 12, y + 4, name, size=12, anchor="end")
             for what, ratio in sorted(points, key=lambda point: point[1]):
-                d.dot(x(ratio), y, SLOWER if ratio > 1 else FASTER, f"{name}: {what}: {ratio:.3g}")
+                d.marker(x(ratio), y, SLOWER if ratio > 1 else FASTER, f"{name}: {what}: {ratio:.3g}")
         y = bottom + 18
     d.text(x(0.98), height - 14, "the zoo is faster", size=12, colour=FASTER, anchor="end")
     d.text(x(1.02), height - 14, "the rival is faster", size=12, colour=SLOWER)
