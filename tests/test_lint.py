@@ -25,9 +25,7 @@ UPWARDS = {
     ("zoo.common.ops.sample.cases", "zoo.common.sampling"),
     ("zoo.common.program", "zoo.common.ops"),
 }
-CIRCLES = (
-    {"zoo.common.fingerprint", "zoo.common.layers", "zoo.common.program", "zoo.common.qualification"},  # and ops
-)
+CIRCLES = ({f"zoo.common.{name}" for name in ("fingerprint", "layers", "program", "qualification", "sampling")},)  # and ops
 
 
 @pytest.fixture(scope="module")
