@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Budget, Recorder, has_slots, table
-from zoo.common.hybrid_memory import HybridMemory
-from zoo.common.latent_memory import LatentMemory
 from zoo.common.layers import RotaryTable
 from zoo.common.program import Program
 from zoo.common.serving import ForServing
@@ -117,16 +115,13 @@ def place_sequences(model: ForServing, counts: Sequence[int]) -> tuple[Any, Tens
 
 def fill(memory: Any) -> None:
     """Caches as a long run leaves them: finite numbers of ordinary size."""
-    pages = memory.paged if isinstance(memory, HybridMemory) else memory
-    for pool in (pages.latent_LPSC, pages.index_IPSE) if isinstance(pages, LatentMemory) else (pages.k_LPSGE, pages.v_LPSGE):
-        pool.normal_()
-    if isinstance(memory, HybridMemory):
-        for name, pool in memory.delta.pools.items():
-            if "beta" in name or "decay" in name:
-                pool.fill_(0.5 if "beta" in name else -0.5)
-            else:
-                pool.normal_(0, 0.05)
-        memory.delta.carry_LSWC.normal_()
+    for name, tensor in memory.tensors().items():
+        if "beta" in name or "decay" in name:
+            tensor.fill_(0.5 if "beta" in name else -0.5)
+        elif name.endswith(("_SVKE", "_SHJK", "_SVJE", "_SVJJ")):  # of recurrent layers
+            tensor.normal_(0, 0.05)
+        else:
+            tensor.normal_()
 
 
 def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warm: int = 1) -> dict[str, float]:

@@ -13,9 +13,8 @@ from benchmarks.common import sets_for
 from benchmarks.work.cases import Place, Work, subset_law
 from benchmarks.work.shapes import DELTA, HEADS, PREFILL, SHORT
 from zoo.common import ops
-from zoo.common.delta_memory import DeltaMemory
 from zoo.common.history import KeyValues
-from zoo.common.memory import PagedMemory
+from zoo.common.memory import DeltaSlots
 from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -37,9 +36,7 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
     page = 80 if width > 128 else 128
     pages = -(-context // page)
     sets = 1 if place.tiny else min(16, sets_for(4 * rows * context * groups * width))
-    memory = PagedMemory(sets, rows * pages + 1, page, groups, width, torch.bfloat16, place.device)
-    for pool in (memory.k_LPSGE, memory.v_LPSGE):
-        pool.normal_()
+    k_LPSGE, v_LPSGE = (place.randn(sets, rows * pages + 1, page, groups, width) for _ in range(2))
     q, scale = place.randn(rows, heads, width), width**-0.5
     page_table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place.device).view(rows, pages)
     at = Rows.pushed([1] * rows, [context - 1] * rows, place.device)
@@ -49,17 +46,17 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
         if index is not None:
             mine, pages_NB = q[index], page_table[index]
             some = Rows.pushed([1] * len(index), [context - 1] * len(index), place.device)
-        return ops.attention(mine, KeyValues(memory.k_LPSGE[i], memory.v_LPSGE[i], pages_NB), some, scale, program=program)
+        return ops.attention(mine, KeyValues(k_LPSGE[i], v_LPSGE[i], pages_NB), some, scale, program=program)
 
     def contiguous(pool: Tensor, i: int, count: int = rows) -> Tensor:
         return pool[i, 1:].view(rows, pages * page, groups, width)[:count, :context].transpose(1, 2)
 
     def sdpa(i: int) -> Tensor:
-        keys, values = (contiguous(pool, i) for pool in (memory.k_LPSGE, memory.v_LPSGE))
+        keys, values = (contiguous(pool, i) for pool in (k_LPSGE, v_LPSGE))
         return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
 
     def exact() -> Tensor:
-        keys, values = (contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (memory.k_LPSGE, memory.v_LPSGE))
+        keys, values = (contiguous(pool, 0, 4).double().repeat_interleave(heads // groups, 1) for pool in (k_LPSGE, v_LPSGE))
         scores = (q[:4, :, None].double() @ keys.transpose(2, 3)) * scale
         return (torch.softmax(scores, -1) @ values)[:, :, 0]
 
@@ -138,8 +135,8 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
             for length in (rows, SHORT) if rows > SHORT else (rows,):
                 yield _prefill_delta(place, name, operands, flops, length)
             continue
-        memory = DeltaMemory(1, rows + 1, key_heads, value_heads, key_dim, value_dim, 8, torch.bfloat16, place.device)
-        layer = memory.view(torch.arange(1, rows + 1, device=place.device))[0].state
+        memory = DeltaSlots(1, rows + 1, key_heads, value_heads, key_dim, value_dim, torch.bfloat16, place.device)
+        layer = memory.layer(0, torch.arange(1, rows + 1, device=place.device))
         # every position of one chunk, in order: the closing of the chunk is in the mean
         steps = [Rows.pushed([1] * rows, [CHUNK + j] * rows, place.device) for j in range(CHUNK)]
         state = torch.zeros(rows, value_heads, key_dim, value_dim, device=place.device)
@@ -151,8 +148,8 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
             outs = []
             many = torch.arange(max(n, 65)) % n  # the last of fewer than 65 is a sequence again, beside others of its kind
             for index in (many, many[-1:]):
-                fresh = DeltaMemory(1, len(index) + 1, *keys, 8, torch.bfloat16, place.device)
-                view = fresh.view(torch.arange(1, len(index) + 1, device=place.device))[0].state
+                fresh = DeltaSlots(1, len(index) + 1, *keys, torch.bfloat16, place.device)
+                view = fresh.layer(0, torch.arange(1, len(index) + 1, device=place.device))
                 mine = tuple(t[index.to(place.device)] for t in a)
                 outs.append(
                     [
@@ -169,9 +166,10 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
 
         def ours(a: tuple[Tensor, ...] = some, keys: tuple[int, ...] = sizes) -> Tensor:
             count = a[0].shape[1]
-            view = DeltaMemory(1, count + 1, *keys, 8, torch.bfloat16, place.device).view(torch.arange(1, count + 1, device=place.device))
+            slots = DeltaSlots(1, count + 1, *keys, torch.bfloat16, place.device)
+            view = slots.layer(0, torch.arange(1, count + 1, device=place.device))
             at = [Rows.pushed([1] * count, [j] * count, place.device) for j in range(CHUNK + 1)]
-            return [ops.gated_delta(*(t[j] for t in a), view[0].state, at[j], program=place.ours) for j in range(CHUNK + 1)][-1]
+            return [ops.gated_delta(*(t[j] for t in a), view, at[j], program=place.ours) for j in range(CHUNK + 1)][-1]
 
         yield Work(
             "gated_delta",

@@ -26,8 +26,8 @@ import torch
 from plugin_harness import SAMPLING, Output, arguments, over_stand_ins, served, stand_in_sglang
 from torch import Tensor
 
+from tests.memories import keys_memory
 from zoo.common import ops
-from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
@@ -140,7 +140,7 @@ def test_pages_of_a_dirty_pool_give_the_bytes_of_the_zoos_own_memory(serving: Qw
     buffers = [[torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(c.layers)] for _ in range(2)]
     pool = memory.KeyValuePool(*buffers, PAGE, torch.bfloat16)
     made = builder()
-    own = PagedMemory(c.layers, 12, PAGE, c.kv_heads, c.head_dim, torch.bfloat16, "cpu")
+    own = keys_memory(c.layers, 12, PAGE, c.kv_heads, c.head_dim, torch.bfloat16, "cpu")
     own_table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
     ids = torch.randint(0, c.vocabulary, (2, 20))
     before = [0, 0]

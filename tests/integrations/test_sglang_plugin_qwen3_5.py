@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from plugin_harness import arguments, stand_in_sglang
 from torch import Tensor
 
 from zoo.common import serving as common_serving
-from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import KeyValueLayer, SlotPart
 from zoo.common.rows import Rows
 from zoo.qwen3 import SIZES as QWEN3_SIZES
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
@@ -40,6 +40,15 @@ CONFIGS = {
 }
 
 
+def every_state(slots: Sequence[SlotPart]) -> list[Tensor]:
+    """Everything that slots hold."""
+    return [pool for part in slots for pool in part.pools.values()]
+
+
+def pool_of(serving: Qwen35ForServing, pages: memory.KeyValuePool, slots: Sequence[SlotPart]) -> states.HybridPool:
+    return states.HybridPool(serving.layer_views([pages], slots), pages, slots, REQUESTS)
+
+
 class Server:
     """SGLang's side of it: a request table, paged slots that are handed out as they were left, and batches. All memory starts NaN."""
 
@@ -48,10 +57,10 @@ class Server:
         self.serving = serving
         shape = (pages * PAGE, c.kv_heads, c.head_dim)
         buffers = [[torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(sum(c.full))] for _ in range(2)]
-        self.delta = serving.recurrent_memory(REQUESTS)
-        for pool in (*self.delta.pools.values(), self.delta.carry_LSWC):
+        self.slots = serving.slot_parts(REQUESTS)
+        for pool in every_state(self.slots):
             pool.fill_(torch.nan)
-        self.pool = states.HybridPool(c.full, memory.KeyValuePool(*buffers, PAGE, torch.bfloat16), self.delta, REQUESTS)
+        self.pool = pool_of(serving, memory.KeyValuePool(*buffers, PAGE, torch.bfloat16), self.slots)
         self.table = torch.full((REQUESTS, POSITIONS), 12345, dtype=torch.int32)
         self.table[0] = 0
         self.free = torch.arange(1, pages)
@@ -130,9 +139,9 @@ def twins(kind: str) -> tuple[Qwen35ForServing, Qwen35ForRL]:
     )
 
 
-def of_length_0(delta: DeltaMemory) -> list[Tensor]:
+def of_length_0(slots: Sequence[SlotPart]) -> list[Tensor]:
     """What is read of a sequence without tokens."""
-    return [delta.pools["start_SVKE"], delta.pools["image_SVKE"], delta.carry_LSWC]
+    return [part.pools[name] for part in slots for name in part.from_zero]
 
 
 def test_padding_is_clean_after_memory_comes_back() -> None:
@@ -140,8 +149,8 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
     server.pool.clear_padding()
     for pages in (*server.pool.pages.k_pages, *server.pool.pages.v_pages):
         assert pages[0].eq(0).all() and pages[1:].isnan().all()
-    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.delta))
-    assert all(t[:, 1:].isnan().all() for t in server.delta._all())
+    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.slots))
+    assert all(t[:, 1:].isnan().all() for t in every_state(server.slots))
 
 
 def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +171,7 @@ def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.Mo
             kv_cache_layout="nhd", k_buffer=[t.flatten(0, 1) for t in pages.k_pages], v_buffer=[t.flatten(0, 1) for t in pages.v_pages]
         ),
         model=types.SimpleNamespace(
-            zoo=serving, pool=lambda made, requests: states.HybridPool(serving.config.full, made, server.delta, requests)
+            zoo=serving, pool=lambda made, requests: pool_of(serving, made, server.slots)
         ),
         model_config=types.SimpleNamespace(context_len=POSITIONS), page_size=PAGE, device="cpu",
     )  # fmt: skip
@@ -170,8 +179,8 @@ def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.Mo
     assert server.table[0].eq(0).all() and server.table[1:].eq(12345).all()
     for page in (*pages.k_pages, *pages.v_pages):
         assert page[0].eq(0).all() and page[1:].isnan().all()
-    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.delta))
-    assert all(t[:, 1:].isnan().all() for t in server.delta._all())
+    assert all(t[:, 0].eq(0).all() for t in of_length_0(server.slots))
+    assert all(t[:, 1:].isnan().all() for t in every_state(server.slots))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -207,7 +216,7 @@ def test_slots_and_dirty_memory_give_the_trainers_bytes(kind: str) -> None:
         wanted = trained(trainer, ids)
         assert mine.isfinite().all() and torch.equal(mine[:-1], wanted[:-1]), name
     # padding's slot keeps the zeros of a sequence without a closed chunk
-    assert server.delta.pools["start_SVKE"][:, 0].eq(0).all()
+    assert server.slots[0].pools["start_SVKE"][:, 0].eq(0).all()
 
 
 def test_control_without_a_clean_slot_the_bytes_differ() -> None:
@@ -254,7 +263,7 @@ def pushed(server: Server) -> list[tuple[Tensor, list[Tensor]]]:
     pools = server.pool.pages
     for forward in forwards:
         rows = forward().clone()
-        states = [t[:, 1:].clone() for t in (*server.delta.pools.values(), server.delta.carry_LSWC)]
+        states = [t[:, 1:].clone() for t in every_state(server.slots)]
         seen.append((rows, [*states, *(t[1:].clone() for t in (*pools.k_pages, *pools.v_pages))]))
     return seen
 
@@ -285,7 +294,7 @@ def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str, large: 
     for static in prefills.steps.values():
         assert len(static.step.request_N) == len(static.padded.rows.lengths_N) == len(static.padded.table_NB)
     pages = (t[0] for t in (*padded.pool.pages.k_pages, *padded.pool.pages.v_pages))
-    states = (t[:, 0] for t in of_length_0(padded.delta))
+    states = (t[:, 0] for t in of_length_0(padded.slots))
     assert all(t.isfinite().all() for t in (*pages, *states))
     leaking = Server(serving)
     leaking.pad(LivePadding, 150 if large else 256)
@@ -310,11 +319,12 @@ def test_a_prefix_of_another_request_is_refused() -> None:
 def test_pools_that_do_not_fit_the_model_are_refused() -> None:
     serving, _ = twins("dense")
     buffers = [torch.zeros(2 * PAGE, 1, 16, dtype=torch.bfloat16)]
-    pages, delta = memory.KeyValuePool(buffers, buffers, PAGE, torch.bfloat16), serving.recurrent_memory(REQUESTS)
-    with pytest.raises(ValueError, match="6 requests have only 5 slots"):
-        states.HybridPool(serving.config.full, pages, delta, 6)
+    pages, held = memory.KeyValuePool(buffers, buffers, PAGE, torch.bfloat16), serving.slot_parts(REQUESTS)
+    layers = serving.layer_views([pages], held)
+    with pytest.raises(ValueError, match="6 requests have only 5 slots of delta"):
+        states.HybridPool(layers, pages, held, 6)
     with pytest.raises(ValueError, match="pool has 1 layers, the model has 2 of attention"):
-        states.HybridPool((True, True, False), pages, delta, REQUESTS)
+        states.HybridPool([*layers, KeyValueLayer(pages, 1)], pages, held, REQUESTS)
 
 
 def naive_slots(prefix: list[int], length: list[int], last: list[int], free: list[int], page: int) -> list[int]:

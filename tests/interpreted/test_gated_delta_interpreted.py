@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import DeltaSlots
 from zoo.common.ops.cases import trial
 from zoo.common.ops.gated_delta import cases, kernels, kernels_backward, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
@@ -182,15 +182,15 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def lived(serve: Any, fill: float, clear: bool = True) -> list[torch.Tensor]:
     """Outputs and bytes of a sequence in a slot that held `fill` and was assigned, and of its snapshot, restored in another."""
     args = made([70], (16, 16))
-    memory = DeltaMemory(1, 3, 1, 2, 16, 16, 8, torch.float32, "cpu")
-    for pool in memory._all():
+    memory = DeltaSlots(1, 3, 1, 2, 16, 16, torch.float32, "cpu")
+    for pool in memory.pools.values():
         pool.fill_(fill)
     if clear:
         memory.clear([1])
     found = []
 
     def push(slot: int, *cuts: int) -> None:
-        state = memory.view(torch.tensor([slot]))[0].state
+        state = memory.layer(0, torch.tensor([slot]))
         for begin, end in pairwise(cuts):
             found.append(serve(*(args[n][begin:end] for n in OPERANDS), state, Rows.pushed([end - begin], [begin], "cpu")))
         found.extend(memory.written(slot, cuts[-1]).values())

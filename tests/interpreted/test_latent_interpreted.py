@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton")
 
-from zoo.common.latent_memory import LatentMemory  # noqa: E402
+from tests.memories import latent_memory  # noqa: E402
+from zoo.common.memory.kernels import write_token_rows  # noqa: E402
 from zoo.common.ops import rope_table  # noqa: E402
 from zoo.common.ops.biased_route import Choice  # noqa: E402
 from zoo.common.ops.biased_route import kernels as route_kernels  # noqa: E402
@@ -31,7 +32,6 @@ from zoo.common.ops.select import reference as select_reference  # noqa: E402
 from zoo.common.ops.sparse_attention import kernels as attention_kernels  # noqa: E402
 from zoo.common.ops.sparse_attention import reference as attention_reference  # noqa: E402
 from zoo.common.ops.sparse_attention.cases import lists  # noqa: E402
-from zoo.common.page_kernels import write_token_rows  # noqa: E402
 from zoo.common.rows import Rows  # noqa: E402
 
 pytestmark = [
@@ -56,19 +56,20 @@ def packed() -> Rows:
 
 def paged(rows_RE: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """The packed documents in shuffled pages of a memory full of NaN, and the table."""
-    memory = LatentMemory([True], 16, page_size, rows_RE.shape[1], 1, rows_RE.dtype, "cpu")
-    memory.latent_LPSC.fill_(torch.nan)
+    memory = latent_memory([True], 16, page_size, rows_RE.shape[1], 1, rows_RE.dtype, "cpu")
+    pages = memory.tensors()["latent"]
+    pages.fill_(torch.nan)
     owned, free = [], [7, 3, 9, 1, 13, 10, 4, 11, 2, 8, 12, 5, 6]
     for length in LENGTHS:
         owned.append([free.pop() for _ in range(memory.pages_for(length))])
-    memory.clear([page for pages in owned for page in pages])
+    memory.clear([page for mine in owned for page in mine])
     table = memory.table(owned, [], max(map(len, owned)))
-    write_token_rows(rows_RE, memory.latent_LPSC[0], table, packed())
+    write_token_rows(rows_RE, pages[0], table, packed())
     [layer] = memory.view(table)
-    wanted = memory.latent_LPSC[0].clone()
+    wanted = pages[0].clone()
     layer.append(rows_RE, packed())
-    assert torch.equal(wanted.nan_to_num(7), memory.latent_LPSC[0].nan_to_num(7)), "the kernel writes what the CPU writes"
-    return memory.latent_LPSC[0], table
+    assert torch.equal(wanted.nan_to_num(7), pages[0].nan_to_num(7)), "the kernel writes what the CPU writes"
+    return pages[0], table
 
 
 @pytest.mark.parametrize("inverse", [False, True])

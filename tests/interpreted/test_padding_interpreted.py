@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import CarrySlots, DeltaSlots
+from zoo.common.memory.kernels import write_rows
 from zoo.common.ops.causal_conv import kernels as conv
 from zoo.common.ops.gated_delta import kernels as delta
-from zoo.common.page_kernels import write_rows
 from zoo.common.rows import Rows
 from zoo.common.serving import PREFILL_SEQUENCES, PaddedRows
 
@@ -39,12 +39,17 @@ def behind(live: Tensor, count: int) -> Tensor:
     return torch.cat([live, torch.randn(count - live.shape[0], *live.shape[1:])])
 
 
-def states() -> DeltaMemory:
-    memory = DeltaMemory(1, 7, 1, 2, 16, 16, 8, torch.float32, "cpu")
-    for pool in memory._all():
-        pool.fill_(torch.nan)
-    memory.clear([0, *SLOTS])
-    return memory
+def states() -> tuple[DeltaSlots, CarrySlots]:
+    parts = DeltaSlots(1, 7, 1, 2, 16, 16, torch.float32, "cpu"), CarrySlots(1, 7, 8, torch.float32, "cpu")
+    for part in parts:
+        for pool in part.pools.values():
+            pool.fill_(torch.nan)
+        part.clear([0, *SLOTS])
+    return parts
+
+
+def pools_of(parts: tuple[DeltaSlots, CarrySlots]) -> list[Tensor]:
+    return [pool for part in parts for pool in part.pools.values()]
 
 
 @pytest.mark.parametrize("live_slot", [False, True])
@@ -69,13 +74,13 @@ def test_states_and_outputs(live_slot: bool) -> None:
             if operands is None:
                 given = (q, k / k.norm(dim=-1, keepdim=True), v, log_decay, beta, x)
                 operands = tuple(-behind(t, count).abs() if n == 3 else behind(t, count) for n, t in enumerate(given))
-            layer = memory.view(slots)[0]
-            out = delta.serve(*operands[:5], layer.state, mine)
-            y = conv.causal_conv(operands[5], weight, layer.carry.rows_SWC, slots, mine)
-            conv.advance(operands[5], layer.carry.rows_SWC, slots, mine)
+            state, carry = (part.layer(0, slots) for part in memory)
+            out = delta.serve(*operands[:5], state, mine)
+            y = conv.causal_conv(operands[5], weight, carry.rows_SWC, slots, mine)
+            conv.advance(operands[5], carry.rows_SWC, slots, mine)
             outs.append((out[: rows.count], y[: rows.count]))
         found += [same(a, b) for a, b in zip(*outs, strict=True)]
-        found += [same(a[:, 1:], b[:, 1:]) for a, b in zip(plain._all(), padded._all(), strict=True)]
+        found += [same(a[:, 1:], b[:, 1:]) for a, b in zip(pools_of(plain), pools_of(padded), strict=True)]
     assert all(found) != live_slot
     assert all(out.isfinite().all() for out in outs[0])
 

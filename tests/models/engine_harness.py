@@ -7,14 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from model_harness import Models, pools_of
+from model_harness import Models
 from torch import Tensor
 
 from zoo.common.engine import Completion, Engine
 from zoo.common.engine.scheduler import Request, Scheduler
-from zoo.common.hybrid_memory import HybridMemory
-from zoo.common.latent_memory import LatentMemory
-from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
@@ -89,13 +86,14 @@ def scored(model: Any, record: Completion, params: SamplingParams) -> tuple[floa
     return tuple(values[len(record.prompt_ids) - 1 : -1].tolist())
 
 
-def paged(memory: Any) -> PagedMemory:
-    return memory.paged if isinstance(memory, HybridMemory) else memory
-
-
 def page_pools(memory: Any) -> list[Tensor]:
     """What a memory keeps in pages, [layers, pages, page size, ...] each."""
-    return pools_of(memory if isinstance(memory, LatentMemory) else paged(memory))
+    return [tensor for part in memory.page_parts for tensor in part.tensors.values()]
+
+
+def slot_pools(memory: Any) -> dict[str, Tensor]:
+    """What a memory keeps in slots, [layers, slots, ...] each."""
+    return {name: pool for part in memory.slot_parts for name, pool in part.pools.items()}
 
 
 def poison(engine: Engine) -> None:
@@ -104,12 +102,12 @@ def poison(engine: Engine) -> None:
     free = torch.tensor(list(pool.free), dtype=torch.int64)
     for pages in page_pools(memory):
         pages[:, free] = torch.nan
-    if isinstance(memory, HybridMemory):
+    if memory.slots:
         slots = torch.tensor(list(pool.free_slots), dtype=torch.int64)
-        for state in (*memory.delta.pools.values(), memory.delta.carry_LSWC):
-            state[:, slots] = torch.nan
+        for state in slot_pools(memory).values():
+            state[:, slots] = torch.nan if state.is_floating_point() else -7
         for request in engine.scheduler.running:
-            for name, rows in memory.delta.pools.items():
+            for name, rows in slot_pools(memory).items():
                 if "J" in name:
                     rows[:, request.slot, :, request.computed % memory.grain :] = torch.nan
 

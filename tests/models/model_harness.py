@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.hybrid_memory import HybridMemory
-from zoo.common.latent_memory import LatentMemory
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.testing import Plan, assert_same_bytes
@@ -66,11 +64,7 @@ def scores(model: Any, documents: list[Tensor]) -> list[Tensor]:
 
 def pools_of(memory: Any) -> list[Tensor]:
     """Every tensor of a memory."""
-    if isinstance(memory, HybridMemory):
-        return [*pools_of(memory.paged), *memory.delta.pools.values(), memory.delta.carry_LSWC]
-    if isinstance(memory, LatentMemory):
-        return [memory.latent_LPSC, memory.index_IPSE]
-    return [memory.k_LPSGE, memory.v_LPSGE]
+    return list(memory.tensors().values())
 
 
 class Session:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.history import KeyValues
 from zoo.common.layers import Linear, RMSNorm
-from zoo.common.memory import PagedKeyValues, PagedMemory
+from zoo.common.memory import PagedKeyValues, Pages, SlotPart
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -127,23 +128,16 @@ class StaleSlot(PagedKeyValues):
         old = self.k_PSGE.clone()
         history = super().append(k_RGE, v_RGE, rows)
         for sequence in rows.sequence_R[rows.positions_R == STALE[1]].tolist():
-            page = int(self.page_table_NB[sequence, STALE[1] // size])
+            page = int(self.pager.page_table_NB[sequence, STALE[1] // size])
             self.k_PSGE[page, STALE[1] % size] = old[page, STALE[1] % size]
         return history
 
 
-class StaleMemory(PagedMemory):
-    def view(self, page_table_NB: Tensor) -> list[PagedKeyValues]:
-        layers = super().view(page_table_NB)
-        layers[STALE[0]] = StaleSlot(**vars(layers[STALE[0]]))
-        return layers
-
-
 class StaleServer(Qwen3ForServing):
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> PagedMemory:
-        plain = super().make_memory(pages, page_size)
-        layers, _, size, kv_heads, head_dim = plain.k_LPSGE.shape
-        return StaleMemory(layers, pages, size, kv_heads, head_dim, plain.k_LPSGE.dtype, plain.k_LPSGE.device)
+    def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
+        makers = super().layer_views(pages, slots)
+        makers[STALE[0]] = lambda pager, slot_N: StaleSlot(*pages[0].layer(STALE[0]), pager)
+        return makers
 
 
 def stale_page(server: Qwen3ForServing) -> None:

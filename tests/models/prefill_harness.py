@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.hybrid_memory import HybridMemory
-from zoo.common.latent_memory import LatentMemory
-from zoo.common.memory import PagedMemory
 from zoo.common.rows import Rows
 from zoo.common.serving import ForServing
 from zoo.glm5 import SIZES as LATENT_SIZES
@@ -80,12 +77,7 @@ class Sequences:
 
 def pools(memory: Any) -> list[Tensor]:
     """The buffers of a memory, [layers, pages or slots, ...] each."""
-    if isinstance(memory, HybridMemory):
-        return [memory.paged.k_LPSGE, memory.paged.v_LPSGE, *memory.delta.pools.values(), memory.delta.carry_LSWC]
-    if isinstance(memory, LatentMemory):
-        return [memory.latent_LPSC, memory.index_IPSE]
-    assert isinstance(memory, PagedMemory)
-    return [memory.k_LPSGE, memory.v_LPSGE]
+    return list(memory.tensors().values())
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -574,15 +574,16 @@ def test_a_prefill_s_shapes_are_checked_before_it_writes() -> None:
         ({"table": table.expand(2, 1)}, r"the page table has shape \[2, 1\] for 1 sequences"),
         ({"table": table.long()}, "the page table must be int32, not torch.int64"),
         ({"table": table.float()}, "the page table must be int32, not torch.float32"),
-        ({"memory": hybrid}, "Qwen3ForServing takes a PagedMemory, not a HybridMemory"),
+        ({"memory": [table]}, "Qwen3ForServing takes a Memory, not a list"),
+        ({"memory": hybrid}, "Qwen3ForServing takes a memory of keys, not of keys, delta, carry"),
     ):
         given = {"ids": ids, "memory": memory, "table": table} | change
         with pytest.raises(ValueError, match=message):
             server.prefill(given["ids"], rows, given["memory"], given["table"])
-    with pytest.raises(ValueError, match="Qwen35ForServing takes a HybridMemory, not a PagedMemory"):
+    with pytest.raises(ValueError, match="Qwen35ForServing takes a memory of keys, delta, carry, not of keys"):
         recurrent.prefill(ids, rows, memory, table)
-    assert all(not pool.any() for pool in (memory.k_LPSGE, memory.v_LPSGE)), "nothing was written"
-    assert server.prefill(ids, rows, memory, table).shape == (3, server.config.hidden) and memory.k_LPSGE[:, 1].any()
+    assert all(not pool.any() for pool in memory.tensors().values()), "nothing was written"
+    assert server.prefill(ids, rows, memory, table).shape == (3, server.config.hidden) and memory.tensors()["k"][:, 1].any()
 
 
 @pytest.mark.parametrize("model", [Qwen3ForServing, Qwen35ForServing])

@@ -37,7 +37,7 @@ from zoo.common.engine.pages import Key, Node, PagePool
 from zoo.common.engine.runner import Runner, batch_bucket
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.generate import generate_command
-from zoo.common.memory import PagedMemory
+from zoo.common.memory import Memory, SlotPart
 from zoo.common.ops import CONTRACTS, watch
 from zoo.common.rows import Rows
 from zoo.common.sampling import RowSampling, SamplingParams
@@ -204,7 +204,7 @@ def test_decoding_n_tokens_pushes_n_rows() -> None:
     assert rows_of("embed", lambda: counted.generate([prompt], params)) == len(prompt) % 16 + params.max_new_tokens - 1
 
 
-class DirtyMemory(PagedMemory):
+class DirtyMemory(Memory):
     """A fault: pages are assigned with whatever they hold."""
 
     def clear(self, pages: Any, slots: Any = ()) -> None:
@@ -567,54 +567,37 @@ def test_memory_that_does_not_fit_yet_stays_released(monkeypatch: pytest.MonkeyP
 # a memory with per-sequence state
 
 
-class CountingMemory(PagedMemory):
-    """A memory with slots; a slot's state is how many tokens were pushed. `bad` makes snapshots that are one too high."""
+class CountingSlots(SlotPart):
+    """A slot's state is how many tokens were pushed. `bad` makes snapshots that are one too high."""
 
-    slots, snapshots = 4, 8
+    def __init__(self, slots: int, grain: int, bad: bool) -> None:
+        super().__init__("count", 1, slots, {"count_S1": (torch.int64, (1,))}, "cpu")
+        self.grain, self.bad = grain, bad
+        self.count_S = self.pools["count_S1"].view(slots)
+        self.count_S.fill_(-7)
 
-    def __init__(self, *args: Any, bad: bool = False) -> None:
-        super().__init__(*args)
-        self.grain = self.page_size
-        self.state_S = torch.full((self.slots + 1,), -1)
-        self.bad = bad
-
-    def columns(self, blocks: int) -> int:
-        return blocks + 1
-
-    def table(self, pages: Any, slots: Any, blocks: int) -> torch.Tensor:
-        return torch.cat((torch.tensor(slots, dtype=torch.int32)[:, None], super().table(pages, slots, blocks)), 1)
-
-    def capacity(self, table_NB: torch.Tensor) -> int:
-        return super().capacity(table_NB[:, 1:])
-
-    def clear(self, pages: Any, slots: Any = ()) -> None:
-        super().clear(pages)
-        self.state_S[torch.tensor(slots, dtype=torch.int64)] = 0
-
-    def snapshot(self, slot: int, length: int, pages: Any) -> torch.Tensor:
-        assert self.state_S[slot] == length and length % self.grain == 0
-        return self.state_S[slot] + self.bad
-
-    def restore(self, slot: int, pages: Any, snapshot: torch.Tensor) -> None:
-        self.state_S[slot] = snapshot
+    def snapshot(self, slot: int, length: int) -> dict[str, torch.Tensor]:
+        assert self.count_S[slot] == length
+        return {name: count + self.bad for name, count in super().snapshot(slot, length).items()}
 
 
 class CountingServing(Qwen3ForServing):
     """Checks that each sequence's slot knows exactly the tokens before the rows pushed."""
 
+    parts = ("keys", "count")
     bad = False
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> CountingMemory:
-        c = self.config
-        return CountingMemory(c.layers, pages, page_size or 64, c.kv_heads, c.head_dim, torch.bfloat16, "cpu", bad=self.bad)
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> Memory:
+        kept = self.page_parts(pages, page_size or 64)
+        return Memory(kept, [CountingSlots(5, page_size or 64, self.bad)], self.layer_views(kept, []), snapshots=8)
 
     def hidden_rows(self, ids_R: torch.Tensor, rows: Rows, memory: Any, page_table_NB: torch.Tensor) -> torch.Tensor:
-        slots = page_table_NB[:, 0].long()
+        slots, count_S = page_table_NB[:, 0].long(), memory.slot_parts[0].count_S
         assert (slots > 0).all() and len(slots.unique()) == len(slots)
         counts = rows.starts_N1[1:] - rows.starts_N1[:-1]
-        assert torch.equal(memory.state_S[slots], (rows.lengths_N - counts).long()), "state of another length"
-        memory.state_S[slots] += counts
-        return super().hidden_rows(ids_R, rows, memory, page_table_NB[:, 1:])
+        assert torch.equal(count_S[slots], (rows.lengths_N - counts).long()), "state of another length"
+        count_S[slots] += counts
+        return super().hidden_rows(ids_R, rows, memory, page_table_NB)
 
 
 @pytest.mark.parametrize("bad", (False, True))

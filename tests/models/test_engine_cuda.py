@@ -22,7 +22,7 @@ def mixed(engine: Engine, graph_steps: list[bool]) -> list[Completion]:
     while engine.busy:
         engine.graphs = engine.runner.graphs = graph_steps[step % len(graph_steps)]
         free = torch.tensor(list(engine.scheduler.pool.free), device="cuda")
-        for pages in (engine.scheduler.memory.k_LPSGE, engine.scheduler.memory.v_LPSGE):
+        for pages in engine.scheduler.memory.tensors().values():
             pages.index_fill_(1, free, torch.nan)
         done |= {record.request_id: record for record in engine.step()}
         step += 1

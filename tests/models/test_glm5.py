@@ -28,12 +28,12 @@ from model_harness import (
 from prefill_harness import Sequences, rerun, same
 from torch import Tensor
 
+from tests.memories import keys_memory
 from tests.models import planted_latent
 from zoo.common import serving
 from zoo.common.engine import Completion, Engine
 from zoo.common.history import TokenRows
-from zoo.common.latent_memory import LatentMemory, PagedLatents
-from zoo.common.memory import PagedMemory
+from zoo.common.memory import Memory, PagedLatents
 from zoo.common.ops.biased_route import Choice
 from zoo.common.rows import Rows
 from zoo.common.sampling import SamplingParams
@@ -99,13 +99,13 @@ class Stale(PagedLatents):
 
     def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows:
         assert self.index_PSE is not None
-        before = TokenRows(self.index_PSE.clone(), self.page_table_NB)
+        before = TokenRows(self.index_PSE.clone(), self.pager.page_table_NB)
         super().append_index(key_RE, rows)
         return before
 
 
 def stale(model: Any, view: Callable[[Tensor], list[PagedLatents]]) -> Callable[[Tensor], list[PagedLatents]]:
-    return lambda table: [Stale(layer.latent_PSC, layer.index_PSE, layer.page_table_NB) for layer in view(table)]
+    return lambda table: [Stale(layer.latent_PSC, layer.index_PSE, layer.pager) for layer in view(table)]
 
 
 @torch.no_grad()
@@ -113,8 +113,8 @@ def test_a_late_index_key_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, server = FAMILY.twins("three choose")
     documents, plan = FAMILY.documents("three choose", LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
     assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
-    view = LatentMemory.view
-    monkeypatch.setattr(LatentMemory, "view", lambda self, table: stale(self, lambda t: view(self, t))(table))
+    view = Memory.view
+    monkeypatch.setattr(Memory, "view", lambda self, table: stale(self, lambda t: view(self, t))(table))
     with pytest.raises(LawBroken):
         assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
 
@@ -266,8 +266,8 @@ def test_a_cached_prefix_is_reused() -> None:
 
 def test_memory_of_another_class_is_refused() -> None:
     server = FAMILY.twins("all choose")[1]
-    memory = PagedMemory(2, 4, 16, 1, 8, torch.bfloat16, "cpu")
-    with pytest.raises(ValueError, match="GLMForServing takes a LatentMemory, not a PagedMemory"):
+    memory = keys_memory(2, 4, 16, 1, 8, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="GLMForServing takes a memory of latents, index, not of keys"):
         server.prefill(torch.tensor([1]), Rows.pushed([1], [0], "cpu"), memory, torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="at least 2 pages"):
         server.make_memory(1)

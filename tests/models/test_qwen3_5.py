@@ -200,7 +200,7 @@ class ForgetsItsCarry(Qwen35ForServing):
     """The convolution begins anew with every push."""
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
-        memory.delta.carry_LSWC.zero_()
+        memory.tensors()["carry_SWC"].zero_()
         return super().hidden_rows(ids_R, rows, memory, page_table_NB)
 
 
@@ -258,15 +258,17 @@ class TestSlots:
         documents[1][:at] = documents[0][:at]
         session = Session(server("small"), documents)
         session.push((at, 0))
-        session.memory.delta.copy(session.slots[0], session.slots[1])
-        for name in ("k_LPSGE", "v_LPSGE"):
-            pool = getattr(session.memory.paged, name)
+        for part in session.memory.slot_parts:
+            part.copy(session.slots[0], session.slots[1])
+        for name in ("k", "v"):
+            pool = session.memory.tensors()[name]
             pool[:, session.pages[1]] = pool[:, session.pages[0]]
         session.done[1], session.found[1] = at, [session.found[0][0].clone()]
         free = next(s for s in range(1, session.memory.slots + 1) if s not in session.slots)
-        session.memory.delta.copy(session.slots[0], free)
-        for pool in (*session.memory.delta.pools.values(), session.memory.delta.carry_LSWC):
-            pool[:, session.slots[0]] = torch.nan
+        for part in session.memory.slot_parts:
+            part.copy(session.slots[0], free)
+            for pool in part.pools.values():
+                pool[:, session.slots[0]] = torch.nan
         session.slots[0] = free
         while min(session.done) < 131:
             session.push((1, 1))
@@ -287,8 +289,9 @@ class TestSlots:
         snapshot = session.memory.snapshot(session.slots[0], 128, session.pages[0])
         assert snapshot.length == 128
         session.push((72, 0))
-        for pool in (*session.memory.delta.pools.values(), session.memory.delta.carry_LSWC):
-            pool[:, session.slots[1]] = torch.nan
+        for part in session.memory.slot_parts:
+            for pool in part.pools.values():
+                pool[:, session.slots[1]] = torch.nan
         session.memory.restore(session.slots[1], session.pages[1], snapshot)
         session.pages[1][:8] = session.pages[0][:8]  # 128 tokens of 16 a page
         session.done[1] = 128
@@ -311,7 +314,7 @@ class TestSlots:
         session, full = Session(server("small"), documents, page), 192 // page
         session.push((192, 0))
         snapshot = session.memory.snapshot(session.slots[0], 192, session.pages[0])
-        assert snapshot.k_LRGE.shape[1] == snapshot.v_LRGE.shape[1] == 192 % page
+        assert {rows.shape[1] for rows in snapshot.rows.values()} == {192 % page} and set(snapshot.rows) == {"k", "v"}
         session.push((8, 0))
         session.pages[1][:full] = session.pages[0][:full]
         session.memory.restore(session.slots[1], session.pages[1], snapshot)
@@ -322,7 +325,7 @@ class TestSlots:
         assert_same_bytes(again.written(0), session.written(0))
         assert_same_bytes(again.written(1), session.written(1))
         if full < 192 / page:  # the control: the open page's rows are another's
-            session.memory.paged.k_LPSGE[:, session.pages[1][full], 0] += 1
+            session.memory.tensors()["k"][:, session.pages[1][full], 0] += 1
             with pytest.raises(LawBroken):
                 assert_same_bytes(again.written(1), session.written(1))
 
@@ -331,11 +334,12 @@ class TestSlots:
             memory = server("small").make_memory(8, page, slots=2)
             assert (memory.slots, memory.snapshots, memory.grain) == (2, 2, 64)
             taken = [memory.snapshot(1, 64 * n, range(1, 8)) for n in range(1, 12) if 64 * n < 7 * page]
-            sizes = [sum(t.nbytes for t in (s.delta.start_LVKE, s.delta.carry_LWC, s.k_LRGE, s.v_LRGE)) for s in taken]
-            one = memory.paged.nbytes // (8 * page)
-            assert max(sizes) <= memory.snapshot_nbytes == memory.delta.snapshot_nbytes + one * rows
-            assert memory.nbytes == memory.paged.nbytes + memory.delta.nbytes + 2 * memory.snapshot_nbytes
-            assert memory.delta.nbytes == sum(t.nbytes for t in (*memory.delta.pools.values(), memory.delta.carry_LSWC))
+            sizes = [sum(t.nbytes for t in (*s.rows.values(), *s.slot.values())) for s in taken]
+            every = memory.tensors()
+            one = (every["k"].nbytes + every["v"].nbytes) // (8 * page)
+            slot = (every["start_SVKE"].nbytes + every["carry_SWC"].nbytes) // 3
+            assert max(sizes) <= memory.snapshot_nbytes == slot + one * rows
+            assert memory.nbytes == sum(t.nbytes for t in every.values()) + 2 * memory.snapshot_nbytes
 
     def test_page_size_follows_the_head(self) -> None:
         assert server("small").make_memory(2, slots=1).page_size == 128
@@ -508,7 +512,7 @@ class WrongOnClosing(Qwen35ForServing):
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         out = super().hidden_rows(ids_R, rows, memory, page_table_NB)
-        start = memory.delta.pools["start_SVKE"]
+        start = memory.tensors()["start_SVKE"]
         start.copy_((start.view(torch.int32) & ~3).view(torch.float32))
         return out
 

@@ -26,7 +26,7 @@ from zoo.common.engine import engine as engine_module
 from zoo.common.engine.engine import CPU_BYTES
 from zoo.common.engine.pages import Key, PagePool
 from zoo.common.engine.scheduler import Request, Scheduler, Start
-from zoo.common.hybrid_memory import HybridMemory, HybridSnapshot
+from zoo.common.memory import Memory, Snapshot
 from zoo.common.sampling import SamplingParams
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
@@ -95,7 +95,7 @@ def test_slot_order_moves_no_byte() -> None:
         order.shuffle(free)
         assert list(free) != before
     assert generate(shuffled) == baseline("dense")
-    swapped, table = engine(chunk_rows=13), HybridMemory.table  # the control: slots that are read in another order than written
+    swapped, table = engine(chunk_rows=13), Memory.table  # the control: slots that are read in another order than written
     memory = swapped.scheduler.memory
     turns = itertools.count()
 
@@ -123,7 +123,7 @@ def test_a_wrong_snapshot_is_caught() -> None:
     snapshots = list(warm.scheduler.pool.snapshots.values())
     assert snapshots
     for snapshot in snapshots:
-        snapshot.delta.start_LVKE.add_(1e-2)
+        snapshot.slot["start_SVKE"].add_(1e-2)
     assert generate(warm) != baseline("dense")
 
 
@@ -152,9 +152,9 @@ def watched(served: Engine, prompt: list[int], new_tokens: int = 2) -> tuple[dic
     request = served.scheduler.waiting[0]
     while not done:
         poison(served)
-        shared = {node.page: memory.paged.k_LPSGE[:, node.page].clone() for node in served.scheduler.pool.nodes.values()}
+        shared = {node.page: memory.tensors()["k"][:, node.page].clone() for node in served.scheduler.pool.nodes.values()}
         done = served.step()
-        assert all(torch.equal(memory.paged.k_LPSGE[:, page], k) for page, k in shared.items()), "a shared page was written"
+        assert all(torch.equal(memory.tensors()["k"][:, page], k) for page, k in shared.items()), "a shared page was written"
         if not done:
             found[request.computed] = memory.written(request.pages, request.computed, request.slot)
     return numbers(done[0]), found
@@ -225,23 +225,24 @@ def test_short_prompts_are_reused(page: int, length: int) -> None:
     assert warm.stats.reused_rows - before == length // 64 * 64
 
 
-class ClosedPages(HybridMemory):
+class ClosedPages(Memory):
     """A fault: a snapshot's rows of the open page are not copied."""
 
-    def restore(self, slot: int, pages: Any, snapshot: HybridSnapshot) -> None:
-        self.delta.restore(slot, snapshot.delta)
+    def restore(self, slot: int, pages: Any, snapshot: Snapshot) -> None:
+        for part in self.slot_parts:
+            part.restore(slot, snapshot.slot)
 
 
-class EmptyStates(HybridMemory):
+class EmptyStates(Memory):
     """A fault: the state is that of no tokens."""
 
-    def snapshot(self, slot: int, length: int, pages: Any) -> HybridSnapshot:
+    def snapshot(self, slot: int, length: int, pages: Any) -> Snapshot:
         found = super().snapshot(slot, length, pages)
-        return replace(found, delta=replace(found.delta, start_LVKE=torch.zeros_like(found.delta.start_LVKE)))
+        return replace(found, slot={**found.slot, "start_SVKE": torch.zeros_like(found.slot["start_SVKE"])})
 
 
 @pytest.mark.parametrize(("fault", "name"), [(ClosedPages, "k"), (EmptyStates, "delta_start")])
-def test_a_snapshot_without_a_part_is_caught(fault: type[HybridMemory], name: str) -> None:
+def test_a_snapshot_without_a_part_is_caught(fault: type[Memory], name: str) -> None:
     warm = engine(page_size=80, pages=12)
     warm.scheduler.memory.__class__ = fault
     watched(warm, LONG[:390])
@@ -292,7 +293,7 @@ def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
     generate(served)
     memory, pool = served.scheduler.memory, served.scheduler.pool
     assert (memory.slots, pool.slots, memory.nbytes) == (3, 3, twins("dense")[1].make_memory(60, 16, 3).nbytes)
-    held = [weakref.ref(t) for t in (*memory.delta.pools.values(), memory.delta.carry_LSWC, memory.paged.k_LPSGE)]
+    held = [weakref.ref(t) for t in memory.tensors().values()]
     held += [weakref.ref(snapshot) for snapshot in pool.snapshots.values()]
     assert len(held) > 10
     del memory, pool
@@ -429,16 +430,17 @@ def test_a_record_is_drawn_again() -> None:
 
 
 class TwoSlots(Qwen35ForServing):
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> Memory:
         return super().make_memory(pages, page_size, 2)
 
 
 class StaleSlots(TwoSlots):
     """A fault: a slot keeps the state of the sequence that had it before."""
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> Memory:
         memory = super().make_memory(pages, page_size, slots)
-        memory.delta.clear = lambda slots: None  # type: ignore[method-assign]
+        for part in memory.slot_parts:
+            part.clear = lambda slots: None  # type: ignore[method-assign]
         return memory
 
 
@@ -590,7 +592,7 @@ def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPa
     model = twins("dense")[1]
     make, made = model.make_memory, list[tuple[int, int | None, int]]()
 
-    def noted(pages: int, page_size: int | None = None, slots: int = 1) -> HybridMemory:
+    def noted(pages: int, page_size: int | None = None, slots: int = 1) -> Memory:
         made.append((pages, page_size, slots))
         return make(pages, page_size, slots)
 
@@ -610,7 +612,7 @@ def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPa
             assert memory.slots == 1 and memory.nbytes <= room < memory.nbytes + page
         assert [(pages, slots) for pages, _, slots in made] == sizes
 
-    def full(*_: Any) -> HybridMemory:
+    def full(*_: Any) -> Memory:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(model, "make_memory", full)

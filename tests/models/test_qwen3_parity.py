@@ -139,8 +139,8 @@ class Detached(PackedKeyValues):
 
 
 class ForgetsKeys(Qwen3ForRL):
-    def packed_memory(self, rows: Rows) -> list[Any]:
-        return [Detached() for _ in range(self.config.layers)]
+    def layer_memory(self, layer: int, rows: Rows) -> Detached:
+        return Detached()
 
 
 def eight_bit(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaMemory
 from zoo.common.history import DeltaState, PackedDelta
+from zoo.common.memory import CarrySlots, DeltaSlots
 from zoo.common.ops import CONTRACTS, gated_delta, gated_delta_states
 from zoo.common.ops.cases import cases_of, check, trial
 from zoo.common.ops.gated_delta import backward, cases, reference, rival_fla
@@ -311,16 +311,16 @@ def test_gradients_through_states(length: int) -> None:
         assert far(found_grads[name], wanted_grads[name]) < 1e-9, name
 
 
-def pushed(memory: DeltaMemory, slot: int, args: Args, begin: int, end: int) -> Tensor:
+def pushed(memory: DeltaSlots, slot: int, args: Args, begin: int, end: int) -> Tensor:
     rows = Rows.pushed([end - begin], [begin], "cpu")
-    return gated_delta(*(args[n][begin:end] for n in OPERANDS), memory.view(torch.tensor([slot]))[0].state, rows, program=PROGRAM)
+    return gated_delta(*(args[n][begin:end] for n in OPERANDS), memory.layer(0, torch.tensor([slot])), rows, program=PROGRAM)
 
 
 def test_slots_move_and_snapshots_restore() -> None:
     args = made([150])
 
-    def memory() -> DeltaMemory:
-        return DeltaMemory(1, 4, 1, 2, 16, 16, 8, torch.bfloat16, "cpu")
+    def memory() -> DeltaSlots:
+        return DeltaSlots(1, 4, 1, 2, 16, 16, torch.bfloat16, "cpu")
 
     straight = memory()
     whole = pushed(straight, 1, args, 0, 150)
@@ -333,16 +333,13 @@ def test_slots_move_and_snapshots_restore() -> None:
     assert_same_bytes(moved.written(3, 150), wanted)
     restored = memory()
     pushed(restored, 1, args, 0, 128)
-    restored.carry_LSWC[:, 1] = torch.randn(3, 8)
     snapshot = restored.snapshot(1, 128)
     pushed(restored, 1, args, 0, 64)  # the slot goes on to other uses
     for pool in restored.pools.values():
         pool[:, 2] = torch.nan
     restored.restore(2, snapshot)
     assert_same_bytes(pushed(restored, 2, args, 128, 150), whole[128:])
-    found = restored.written(2, 150)
-    assert_same_bytes(found.pop("carry"), snapshot.carry_LWC)
-    assert_same_bytes(found, {name: t for name, t in wanted.items() if name != "carry"})
+    assert_same_bytes(restored.written(2, 150), wanted)
     restored.clear([2])
     assert not torch.equal(pushed(restored, 2, args, 128, 150), whole[128:])  # control: without the snapshot
     with pytest.raises(ValueError, match="64 tokens, not at 100"):
@@ -353,31 +350,40 @@ def test_slots_move_and_snapshots_restore() -> None:
 def test_clear_touches_what_length_0_has(width: int, channels: int) -> None:
     """Slots of whole 8-byte words, and others; by a list and by a tensor."""
     for slots in ([3, 1], torch.tensor([3, 1])):
-        memory = DeltaMemory(2, 5, 1, 1, width, width, channels, torch.bfloat16, "cpu")
-        for pool in memory._all():
-            pool.fill_(torch.nan)
-        memory.clear(slots)
-        for name, pool in {**memory.pools, "carry": memory.carry_LSWC}.items():
-            assert pool[:, [0, 2, 4]].isnan().all(), name
-            mine = pool[:, [1, 3]]
-            assert (mine.isnan() if "J" in name else mine == 0).all(), name
+        for part in (DeltaSlots(2, 5, 1, 1, width, width, torch.bfloat16, "cpu"), CarrySlots(2, 5, channels, torch.bfloat16, "cpu")):
+            for pool in part.pools.values():
+                pool.fill_(torch.nan)
+            part.clear(slots)
+            for name, pool in part.pools.items():
+                assert pool[:, [0, 2, 4]].isnan().all(), name
+                mine = pool[:, [1, 3]]
+                assert (mine.isnan() if "J" in name else mine == 0).all(), name
+
+
+def test_carried_rows_move_with_their_sequence() -> None:
+    part = CarrySlots(2, 4, 8, torch.bfloat16, "cpu")
+    part.pools["carry_SWC"].normal_()
+    held = part.written(1, 70)["delta_carry"]
+    part.restore(2, part.snapshot(1, 70))
+    part.copy(1, 3)
+    assert all(torch.equal(part.written(slot, 70)["delta_carry"], held) for slot in (2, 3)) and not part.clear([1])
+    assert not part.written(1, 70)["delta_carry"].any() and torch.equal(part.layer(1, torch.tensor([2])).rows_SWC[2], held[1])
 
 
 def test_written_holds_live_rows_only() -> None:
-    memory, args = DeltaMemory(1, 2, 1, 2, 16, 16, 8, torch.bfloat16, "cpu"), made([130])
+    memory, args = DeltaSlots(1, 2, 1, 2, 16, 16, torch.bfloat16, "cpu"), made([130])
     pushed(memory, 1, args, 0, 130)
     assert {name: tuple(t.shape) for name, t in memory.written(1, 130).items()} == {
-        "start": (1, 2, 16, 16),
-        "image": (1, 2, 16, 16),
-        "k": (1, 1, 2, 16),
-        "v": (1, 2, 2, 16),
-        "u": (1, 2, 2, 16),
-        "beta": (1, 2, 2),
-        "decay": (1, 2, 2),
-        "inverse": (1, 2, 2, 64),
-        "carry": (1, 3, 8),
+        "delta_start": (1, 2, 16, 16),
+        "delta_image": (1, 2, 16, 16),
+        "delta_k": (1, 1, 2, 16),
+        "delta_v": (1, 2, 2, 16),
+        "delta_u": (1, 2, 2, 16),
+        "delta_beta": (1, 2, 2),
+        "delta_decay": (1, 2, 2),
+        "delta_inverse": (1, 2, 2, 64),
     }
-    assert not memory.written(1, 130)["inverse"][..., 2:].any()
+    assert not memory.written(1, 130)["delta_inverse"][..., 2:].any()
 
 
 @pytest.mark.parametrize(
@@ -397,7 +403,7 @@ def test_bad_input(change: Callable[[Args], Args], message: str) -> None:
     args = made([4])
     rows = packed_rows(args)
     args |= change(args)
-    slots = DeltaMemory(1, 2, 1, 2, 16, 16, 8, torch.bfloat16, "cpu").view(torch.tensor([1]))[0].state
+    slots = DeltaSlots(1, 2, 1, 2, 16, 16, torch.bfloat16, "cpu").layer(0, torch.tensor([1]))
     for history in (None, slots):
         with pytest.raises(ValueError, match=message):
             gated_delta(*(args[n] for n in OPERANDS), history, rows, program=PROGRAM)
@@ -415,9 +421,9 @@ def test_bad_states_and_pools() -> None:
         with pytest.raises(ValueError, match=re.escape(f"gated_delta: {message}")):
             gated_delta(*(args[n] for n in OPERANDS), PackedDelta(states), packed_rows(args), program=PROGRAM)
     with pytest.raises(ValueError, match="at least 2 slots"):
-        DeltaMemory(1, 1, 1, 1, 16, 16, 8, torch.bfloat16, "cpu")
+        DeltaSlots(1, 1, 1, 1, 16, 16, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2"):
-        DeltaMemory(1, 2, 2, 3, 16, 16, 8, torch.bfloat16, "cpu")
+        DeltaSlots(1, 2, 2, 3, 16, 16, torch.bfloat16, "cpu")
 
 
 def test_unequal_widths_are_refused_on_a_gpu() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import DeltaSlots
 from zoo.common.ops import gated_delta, gated_delta_states
 from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, rival_tokens
 from zoo.common.ops.gated_delta.cases import EDGES, OPERANDS, packed_rows
@@ -32,9 +32,9 @@ def made(lengths: list[int], *, decay: float = 0.05, heads: tuple[int, int] = HE
     return cases._case("made", lengths, *heads, width, width, decay).make(seed, "cuda", torch.bfloat16)
 
 
-def memory_for(args: Args, slots: int) -> DeltaMemory:
+def memory_for(args: Args, slots: int) -> DeltaSlots:
     k, v = args["k_RHK"], args["v_RVE"]
-    memory = DeltaMemory(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], 8, v.dtype, "cuda")
+    memory = DeltaSlots(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], v.dtype, "cuda")
     for name, pool in memory.pools.items():
         if "J" in name:
             pool.fill_(torch.nan)
@@ -73,14 +73,14 @@ def test_every_step_equals_the_chunks(width: int, decay: float) -> None:
     whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
     for batch in (1, 6, 24):
         memory, slots = memory_for(args, batch + 1), torch.arange(1, batch + 1, device="cuda")
-        state = memory.view(slots)[0].state
+        state = memory.layer(0, slots)
         for r in range(130):
             index = torch.full((batch,), r, device="cuda")
             out = gated_delta(*rows_at(args, index), state, Rows.pushed([1] * batch, [r] * batch, "cuda"), program=program())
             assert_same_bytes(out, whole[r].expand_as(out), f"row {r} of {batch}")
             if r in (0, 1, 31, 62, 63, 64, 65, 127, 128, 129):
                 other = memory_for(args, 2)
-                alone = other.view(torch.tensor([1], device="cuda"))[0].state
+                alone = other.layer(0, torch.tensor([1], device="cuda"))
                 begin = torch.arange(r + 1, device="cuda")
                 gated_delta(*rows_at(args, begin), alone, Rows.pushed([r + 1], [0], "cuda"), program=program())
                 assert_same_bytes(memory.written(batch, r + 1), other.written(1, r + 1), f"caches after row {r} of {batch}")
@@ -107,24 +107,24 @@ def test_graph_replay_equals_eager(batch: int) -> None:
         if context:
             index, rows = torch.arange(context, device="cuda"), Rows.pushed([context], [0], "cuda")
             for memory in (eager, graphed):
-                gated_delta(*rows_at(args, index), memory.view(slots[n : n + 1])[0].state, rows, program=program())
+                gated_delta(*rows_at(args, index), memory.layer(0, slots[n : n + 1]), rows, program=program())
     # the graph has one padding row more, in slot 0
     padded = torch.cat([slots, slots.new_zeros(1)])
     buffers = [t.clone() for t in rows_at(args, torch.zeros(batch + 1, dtype=torch.int64, device="cuda"))]
     rows = Rows.pushed([1] * (batch + 1), [0] * (batch + 1), "cuda")
     scratch = memory_for(args, batch + 2)
-    gated_delta(*buffers, scratch.view(padded)[0].state, rows, program=program())  # compiles outside the capture
+    gated_delta(*buffers, scratch.layer(0, padded), rows, program=program())  # compiles outside the capture
     torch.cuda.synchronize()
-    graph, state = torch.cuda.CUDAGraph(), graphed.view(padded)[0].state
+    graph, state = torch.cuda.CUDAGraph(), graphed.layer(0, padded)
     with torch.cuda.graph(graph):
         out = gated_delta(*buffers, state, rows, program=program())
     for step in range(8):
         at = [context + step for context in contexts]
         index = torch.tensor([*at, 0], device="cuda")
         now = Rows.pushed([1] * batch, at, "cuda")
-        wanted = gated_delta(*rows_at(args, index[:-1]), eager.view(slots)[0].state, now, program=program())
+        wanted = gated_delta(*rows_at(args, index[:-1]), eager.layer(0, slots), now, program=program())
         if step % 3 == 2:
-            found = gated_delta(*rows_at(args, index[:-1]), graphed.view(slots)[0].state, now, program=program())
+            found = gated_delta(*rows_at(args, index[:-1]), graphed.layer(0, slots), now, program=program())
         else:
             for buffer, t in zip(buffers, rows_at(args, index), strict=True):
                 buffer.copy_(t)
@@ -147,7 +147,7 @@ def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, scan: list[
         out = [gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())]
         for begin, end in ((0, 70), (70, 200)):
             index, rows = torch.arange(begin, end, device="cuda"), Rows.pushed([end - begin], [begin], "cuda")
-            out.append((gated_delta(*rows_at(args, index), memory.view(slots)[0].state, rows, program=program()),))
+            out.append((gated_delta(*rows_at(args, index), memory.layer(0, slots), rows, program=program()),))
         return [*(t for found in out for t in found), memory.written(1, 200)]
 
     before = run()
@@ -167,7 +167,7 @@ def test_step_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, shape: tuple[
     whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
     for begin in (0, 14, 30, 47, 62):
         memory, slots = memory_for(args, 2), torch.tensor([1], device="cuda")
-        state = memory.view(slots)[0].state
+        state = memory.layer(0, slots)
         if begin:
             gated_delta(*rows_at(args, torch.arange(begin, device="cuda")), state, Rows.pushed([begin], [0], "cuda"), program=program())
         for r in range(begin, begin + 4):
@@ -176,7 +176,7 @@ def test_step_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, shape: tuple[
             assert_same_bytes(out[0], whole[r], f"row {r}")
         begun = torch.arange(begin + 4, device="cuda")
         other = memory_for(args, 2)
-        gated_delta(*rows_at(args, begun), other.view(slots)[0].state, Rows.pushed([begin + 4], [0], "cuda"), program=program())
+        gated_delta(*rows_at(args, begun), other.layer(0, slots), Rows.pushed([begin + 4], [0], "cuda"), program=program())
         assert_same_bytes(memory.written(1, begin + 4), other.written(1, begin + 4), f"caches after row {begin + 3}")
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.memories import latent_memory
 from zoo.common import ops
 from zoo.common.history import TokenRows
-from zoo.common.latent_memory import LatentMemory, PagedLatents
+from zoo.common.memory import PagedLatents, TablePager
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.biased_route import reference as route_reference
 from zoo.common.ops.head_linear import kernels as head_kernels
@@ -55,9 +56,9 @@ def packed(*lengths: int) -> Rows:
 
 def paged(latent_RC: Tensor, index_RE: Tensor, pages: int, page: int = 64, spread: int = 1) -> tuple[PagedLatents, Tensor]:
     """One sequence's rows in every `spread`-th page of a memory of NaN, backwards; its layer and page table."""
-    memory = LatentMemory([True], pages, page, latent_RC.shape[1], index_RE.shape[1], latent_RC.dtype, "cuda")
-    memory.latent_LPSC.fill_(torch.nan)
-    memory.index_IPSE.fill_(torch.nan)
+    memory = latent_memory([True], pages, page, latent_RC.shape[1], index_RE.shape[1], latent_RC.dtype, "cuda")
+    for pool in memory.tensors().values():
+        pool.fill_(torch.nan)
     owned = [pages - 1 - spread * b for b in range(memory.pages_for(len(latent_RC)))]
     assert owned[-1] > 0
     memory.clear(owned)
@@ -186,7 +187,7 @@ def test_memory_beyond_two_billion_elements(what: str) -> None:
         pool = torch.zeros(pages, 64, width, dtype=torch.bfloat16, device="cuda")
         owned = list(range(pages - 1, pages - 36, -1))
         table = torch.tensor([owned], dtype=torch.int32, device="cuda")
-        PagedLatents(pool, None, table).append(latent, Rows.pushed([count], [0], "cuda"))
+        PagedLatents(pool, None, TablePager(table)).append(latent, Rows.pushed([count], [0], "cuda"))
         assert not bool(pool[1 : pages - 36].any())
         wide = table.expand(2, -1).contiguous()
         if what == "index":
@@ -255,7 +256,7 @@ def test_graph_replay_equals_eager() -> None:
     lengths, batch, blocks = [2050, 40, 2200], 4, 40
     q, latent, _ = attention_operands(2300)
     iq, weights, keys = index_operands(2300, exact=False)
-    eager, graphed = (LatentMemory([True], 1 + 3 * blocks, 64, WIDTH, INDEX_WIDTH, torch.bfloat16, "cuda") for _ in range(2))
+    eager, graphed = (latent_memory([True], 1 + 3 * blocks, 64, WIDTH, INDEX_WIDTH, torch.bfloat16, "cuda") for _ in range(2))
     owned = [list(range(1 + n, 1 + 3 * blocks, 3)) for n in range(3)]
     table = torch.tensor([*owned, [0] * blocks], dtype=torch.int32, device="cuda")
 
@@ -265,8 +266,8 @@ def test_graph_replay_equals_eager() -> None:
         return chosen, ops.sparse_attention(q[at], layer.append(latent[at], rows), chosen, rows, VALUES, SCALE, program=program())
 
     for memory in (eager, graphed):
-        memory.latent_LPSC[:, 1:] = torch.nan
-        memory.index_IPSE[:, 1:] = torch.nan
+        for pool in memory.tensors().values():
+            pool[:, 1:] = torch.nan
         memory.clear([page for n, length in enumerate(lengths) for page in owned[n][: length // 64 + 1]])
         for n, length in enumerate(lengths):
             step(memory.view(table[n : n + 1])[0], Rows.pushed([length], [0], "cuda"), torch.arange(length, device="cuda"))

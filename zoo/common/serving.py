@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.memory import RESERVED_SLOT, ServingMemory
+from zoo.common.memory import RESERVED_SLOT, Memory, PagePart, Pages, ServingMemory, SlotPart
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.rows import Rows, check_ids, check_integers
-from zoo.common.walk import walk
+from zoo.common.walk import CausalModel, walk
 
+SEQUENCES = 64  # slots of a memory by default
 PREFILL_ROWS = (64, 128, 256, 512, 1024)  # of a captured prefill; fewer are padded to the next
 PREFILL_STRIDE = 1024  # above them every so many rows, up to a whole chunk
 PREFILL_PADDING = 8  # of those above them at most one row in so many is padding; else a prefill runs eagerly
@@ -21,21 +22,41 @@ PREFILL_SEQUENCES = (8, 32)  # live ones at most: of a captured prefill of PREFI
 
 
 class ForServing(Pretrained, nn.Module):
-    """Base of every architecture's serving model; a subclass makes its memory.
+    """Base of every architecture's serving model; a subclass says what its memory is put together from.
 
-    memory_class  what `make_memory` gives and `prefill` takes
+    parts  names of its page parts and slot parts, which `prefill` asks of a memory
     """
 
-    memory_class: type[Any]
+    parts: ClassVar[tuple[str, ...]]
+    model: CausalModel
     trainable = False
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> ServingMemory:
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and its memory."""
+        return self.model.embed.weight.device
+
+    def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
+        """What it keeps of tokens, in pages."""
+        raise AssertionError("written by each architecture")
+
+    def slot_parts(self, slots: int) -> list[SlotPart]:
+        """What it keeps of running sequences beside their pages, slot 0 for padding; nothing by default."""
+        return []
+
+    def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
+        """The maker of each layer's view, over its own parts or over pages that somebody else keeps."""
+        raise AssertionError("written by each architecture")
+
+    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> Memory:
         """Memory for this model on its device; page 0 is reserved for padding.
 
-        slots: sequences that may run at once, where each holds state beside its pages; without such state it says nothing.
-        ValueError for fewer than 2 pages, a page of no token, or no slot where there are any.
+        slots: sequences that may run at once, where each holds state beside its pages, SEQUENCES by default; without such state it
+        says nothing. ValueError for fewer than 2 pages, a page of no token, or no slot where there are any.
         """
-        raise AssertionError("written by each architecture")
+        kept = self.page_parts(pages, self.family.page_size(self.config) if page_size is None else page_size)
+        held = self.slot_parts((SEQUENCES if slots is None else slots) + 1)
+        return Memory(kept, held, self.layer_views(kept, held))
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         """Token ids to final normed rows [R, D], writing memory."""
@@ -60,13 +81,15 @@ class ForServing(Pretrained, nn.Module):
     def prefill(self, ids_R: Tensor, rows: Rows, memory: ServingMemory, page_table_NB: Tensor, wanted_W: Tensor | None = None) -> Tensor:
         """Pushes rows (whole prompts or chunks of them) and returns the final rows [W, D] of `wanted_W` (all by default).
 
-        page_table_NB int32, as `memory.table` makes it: page b of sequence n. ValueError for a memory of another class than the model's,
+        page_table_NB int32, as `memory.table` makes it: page b of sequence n. ValueError for a memory of other parts than the model's,
         a position beyond the table, shapes that don't fit, ids that are no integers, or a table that isn't int32; which ids, pages and
         wanted rows they hold is not looked at, since they lie on the device: `Engine` has checked its own. Nor is whether the memory was
         made for this model's geometry. Runs eagerly, also under torch.compile.
         """
-        if not isinstance(memory, self.memory_class):
-            raise ValueError(f"{type(self).__name__} takes a {self.memory_class.__name__}, not a {type(memory).__name__}")
+        if not isinstance(memory, Memory):
+            raise ValueError(f"{type(self).__name__} takes a Memory, not a {type(memory).__name__}")
+        if memory.parts != self.parts:
+            raise ValueError(f"{type(self).__name__} takes a memory of {', '.join(self.parts)}, not of {', '.join(memory.parts)}")
         check_integers("ids_R", ids_R)
         if ids_R.shape != rows.positions_R.shape:
             raise ValueError(f"ids_R has shape {list(ids_R.shape)} for {rows.count} rows")

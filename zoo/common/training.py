@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -67,14 +67,35 @@ class ForRL(Pretrained, nn.Module):
 
     gradient_checkpointing = False
 
-    def packed_memory(self, rows: Rows) -> list[Any]:
-        """One view a layer for whole documents packed one after another: what `append` is given is the whole history."""
+    def layer_memory(self, layer: int, rows: Rows) -> Any:
+        """The view of a layer for whole documents packed one after another: what `append` is given is the whole history."""
         raise AssertionError("written by each architecture")
 
-    def hidden_rows(self, ids_R: Tensor, rows: Rows) -> Tensor:
-        """Token ids to final normed rows [R, D]."""
+    def layer_memory_after(self, layer: int, rows: Rows, start: Any) -> Any:
+        """The same where other ranks have the documents' beginnings, and `start` is what the layer hands on from there.
+
+        ValueError for a layer that hands on nothing.
+        """
+        raise ValueError(f"layer {layer} of {type(self).__name__} hands on no state, a start was given for it")
+
+    def packed_memory(self, rows: Rows, start: Mapping[int, Any] | None = None) -> list[Any]:
+        """One view a layer for documents packed one after another, whole ones unless `start` says by layer what stands before them.
+
+        ValueError for a start of a layer that hands on nothing, or that isn't there.
+        """
+        given, layers = {} if start is None else start, self.config.layers
+        absent = [layer for layer in given if not 0 <= layer < layers]
+        if absent:
+            raise ValueError(f"a start is given for layer {absent[0]}, the model has layers 0 .. {layers - 1}")
+        return [
+            self.layer_memory_after(layer, rows, given[layer]) if layer in given else self.layer_memory(layer, rows)
+            for layer in range(layers)
+        ]
+
+    def hidden_rows(self, ids_R: Tensor, rows: Rows, start: Mapping[int, Any] | None = None) -> Tensor:
+        """Token ids to final normed rows [R, D]; `start`: see packed_memory."""
         recompute = self.gradient_checkpointing and self.training
-        hidden_RD = walk(self.model, ids_R, rows, self.packed_memory(rows), recompute=recompute)
+        hidden_RD = walk(self.model, ids_R, rows, self.packed_memory(rows, start), recompute=recompute)
         rows.check_flags()  # what follows looks at ids on the device, and waits for it too
         return hidden_RD
 

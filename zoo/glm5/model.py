@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.latent_memory import LatentLayer
 from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable
+from zoo.common.memory import LatentMemory
 from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import CausalModel
@@ -52,7 +52,7 @@ class Indexer(nn.Module):
         self.norm = LayerNorm(self.width, program)
 
     @torch.no_grad()
-    def forward(self, x_RD: Tensor, query_RC: Tensor, rows: Rows, memory: LatentLayer, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_RD: Tensor, query_RC: Tensor, rows: Rows, memory: LatentMemory, rotary: RotaryTable) -> Tensor:
         table = rotary.on(x_RD.device)
         q_RHE = self.query(query_RC).unflatten(1, (self.heads, self.width))
         q_RHE = ops.rope(q_RHE, table, rows.positions_R, program=self.program, neighbours=True)
@@ -84,7 +84,7 @@ class LatentAttention(nn.Module):
             self.indexer = Indexer(config, program)
 
     def forward(
-        self, x_RD: Tensor, selected_RK: Tensor | None, rows: Rows, memory: LatentLayer, rotary: RotaryTable
+        self, x_RD: Tensor, selected_RK: Tensor | None, rows: Rows, memory: LatentMemory, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor]:
         """(branch rows, the tokens that were read): its own choice, or `selected_RK` where a layer below made it."""
         c, table = self.config, rotary.on(x_RD.device)
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps, program)
         self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.intermediate, program)
 
-    def forward(self, carry: Selected, rows: Rows, memory: LatentLayer, rotary: RotaryTable) -> Selected:
+    def forward(self, carry: Selected, rows: Rows, memory: LatentMemory, rotary: RotaryTable) -> Selected:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         branch_RD, selected_RK = self.attention(x_RD, carry.selected_RK, rows, memory, rotary)
         x_RD, residual_RD = self.post_norm(residual_RD, branch_RD)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from zoo.common.latent_memory import LatentMemory
+from collections.abc import Sequence
+from typing import Any
+
+from zoo.common.memory import LatentLayer, PagePart, Pages, SlotPart
 from zoo.common.serving import ForServing
 
 
 class GLMForServing(ForServing):
     """Token ids and pages in, final rows or logits out. `prefill`, `decode`: see ForServing."""
 
-    memory_class = LatentMemory
+    parts = ("latents", "index")
 
     @property
     def captured_length(self) -> int:
@@ -20,8 +23,13 @@ class GLMForServing(ForServing):
     def takes_any_page(self) -> bool:
         return True
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> LatentMemory:
-        """Pages are all that a sequence holds: `slots` says nothing."""
-        c = self.config
-        page = self.family.page_size(c) if page_size is None else page_size
-        return LatentMemory(c.full, pages, page, c.cached, c.index_dim, self.program.torch_dtype, self.model.embed.weight.device)
+    def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
+        """A layer without an index of its own reads the choice of the last layer below it that has one, so it holds no index keys."""
+        c, dtype, device = self.config, self.program.torch_dtype, self.device
+        latents = PagePart("latents", c.layers, pages, page_size, {"latent": (dtype, (c.cached,))}, device)
+        return [latents, PagePart("index", sum(c.full), pages, page_size, {"index": (dtype, (c.index_dim,))}, device)]
+
+    def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
+        latents, keys = pages
+        full = self.config.full
+        return [LatentLayer(latents, layer, keys, sum(full[:layer]) if chooses else None) for layer, chooses in enumerate(full)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.latent_memory import PackedLatents
+from zoo.common.memory import PackedLatents
 from zoo.common.rows import Rows
 from zoo.common.training import ForRL
 
@@ -10,5 +10,5 @@ from zoo.common.training import ForRL
 class GLMForRL(ForRL):
     """Token ids in, log-probabilities out. `forward`, `score`, `from_pretrained`, `save_pretrained`: see ForRL and Pretrained."""
 
-    def packed_memory(self, rows: Rows) -> list[PackedLatents]:
-        return [PackedLatents() for _ in range(self.config.layers)]
+    def layer_memory(self, layer: int, rows: Rows) -> PackedLatents:
+        return PackedLatents()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from zoo.common.memory import PagedMemory
+from collections.abc import Sequence
+from typing import Any
+
+from zoo.common.memory import KeyValueLayer, PagePart, Pages, SlotPart
 from zoo.common.serving import ForServing
 
 
 class Qwen3ForServing(ForServing):
     """Token ids and pages in, final rows or logits out. `prefill`, `decode`: see ForServing."""
 
-    memory_class = PagedMemory
+    parts = ("keys",)
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> PagedMemory:
-        """Pages are all that a sequence holds: `slots` says nothing."""
-        c = self.config
-        device = self.model.embed.weight.device
-        page = self.family.page_size(c) if page_size is None else page_size
-        return PagedMemory(c.layers, pages, page, c.kv_heads, c.head_dim, self.program.torch_dtype, device)
+    def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
+        c, row = self.config, (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
+        return [PagePart("keys", c.layers, pages, page_size, {"k": row, "v": row}, self.device)]
+
+    def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
+        return [KeyValueLayer(pages[0], layer) for layer in range(self.config.layers)]

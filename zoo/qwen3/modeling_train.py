@@ -10,5 +10,5 @@ from zoo.common.training import ForRL
 class Qwen3ForRL(ForRL):
     """Token ids in, log-probabilities out. `forward`, `score`, `from_pretrained`, `save_pretrained`: see ForRL and Pretrained."""
 
-    def packed_memory(self, rows: Rows) -> list[PackedKeyValues]:
-        return [PackedKeyValues() for _ in range(self.config.layers)]
+    def layer_memory(self, layer: int, rows: Rows) -> PackedKeyValues:
+        return PackedKeyValues()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.delta_memory import DeltaLayer
 from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
-from zoo.common.memory import KeyValueMemory
+from zoo.common.memory import DeltaMemory, KeyValueMemory
 from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import Branched, CausalModel
@@ -87,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         self.gate, self.norm = DeltaGate(config, program), GatedRMSNorm(config, program)
         self.out = Linear(values, config.hidden, program)
 
-    def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaLayer, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaMemory, rotary: RotaryTable) -> Tensor:
         qkv_RC, z_RC, b_RV, a_RV = self.qkvzba(x_RD).split(self.widths, dim=1)
         mixed_RC = ops.causal_conv(qkv_RC, self.conv.squeeze(1), memory.carry, rows, program=self.program)
         keys = 2 * self.key_heads * self.key_dim
@@ -128,7 +127,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
         self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.intermediate, program)
 
-    def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory | DeltaLayer, rotary: RotaryTable) -> Branched:
+    def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory | DeltaMemory, rotary: RotaryTable) -> Branched:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         x_RD, residual_RD = self.post_norm(residual_RD, self.mixer(x_RD, rows, memory, rotary))
         return Branched(residual_RD, self.mlp(x_RD))

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from zoo.common.delta_memory import DeltaMemory
-from zoo.common.hybrid_memory import HybridMemory
-from zoo.common.memory import PagedMemory
-from zoo.common.serving import ForServing
+from collections.abc import Sequence
+from typing import Any
 
-SEQUENCES = 64  # slots of a memory by default
+from zoo.common.memory import CarrySlots, DeltaLayer, DeltaSlots, KeyValueLayer, PagePart, Pages, SlotPart
+from zoo.common.serving import ForServing
 
 
 class Qwen35ForServing(ForServing):
     """Token ids, pages and slots in, final rows or logits out. `prefill`, `decode`: see ForServing."""
 
-    memory_class = HybridMemory
+    parts = ("keys", "delta", "carry")
 
-    def make_memory(self, pages: int, page_size: int | None = None, slots: int | None = None) -> HybridMemory:
-        """`slots` sequences may run at once, SEQUENCES by default."""
+    def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
+        c, row = self.config, (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
+        return [PagePart("keys", sum(c.full), pages, page_size, {"k": row, "v": row}, self.device)]
+
+    def slot_parts(self, slots: int) -> list[SlotPart]:
         c, dtype = self.config, self.program.torch_dtype
-        device = self.model.embed.weight.device
-        page = self.family.page_size(c) if page_size is None else page_size
-        paged = PagedMemory(sum(c.full), pages, page, c.kv_heads, c.head_dim, dtype, device)
-        return HybridMemory(c.full, paged, self.recurrent_memory((SEQUENCES if slots is None else slots) + 1))
+        layers = c.layers - sum(c.full)
+        states = DeltaSlots(layers, slots, c.key_heads, c.value_heads, c.key_dim, c.value_dim, dtype, self.device)
+        return [states, CarrySlots(layers, slots, c.conv_channels, dtype, self.device)]
 
-    def recurrent_memory(self, slots: int) -> DeltaMemory:
-        """Slots of the recurrent layers alone, slot 0 for padding."""
-        c, device = self.config, self.model.embed.weight.device
-        return DeltaMemory(
-            c.layers - sum(c.full), slots, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.conv_channels,
-            self.program.torch_dtype, device,
-        )  # fmt: skip
+    def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
+        """Attention layers stand one after another in the pages, the others in the slots."""
+        full = self.config.full
+        states, carries = slots
+        return [
+            KeyValueLayer(pages[0], sum(full[:layer])) if attends else DeltaLayer(states, carries, layer - sum(full[:layer]))
+            for layer, attends in enumerate(full)
+        ]

@@ -1,10 +1,9 @@
-"""Qwen3.5 in training: packed rows, live keys and values, states from zero, gradients."""
+"""Qwen3.5 in training: packed rows, live keys and values, states from zero or from where another rank stopped, gradients."""
 
 from __future__ import annotations
 
-from zoo.common.delta_memory import DeltaLayer
 from zoo.common.history import PackedDelta
-from zoo.common.memory import PackedKeyValues
+from zoo.common.memory import DeltaMemory, PackedKeyValues
 from zoo.common.rows import Rows
 from zoo.common.training import ForRL
 
@@ -12,5 +11,11 @@ from zoo.common.training import ForRL
 class Qwen35ForRL(ForRL):
     """Token ids in, log-probabilities out. `forward`, `score`, `from_pretrained`, `save_pretrained`: see ForRL and Pretrained."""
 
-    def packed_memory(self, rows: Rows) -> list[PackedKeyValues | DeltaLayer]:
-        return [PackedKeyValues() if full else DeltaLayer(PackedDelta(), PackedDelta()) for full in self.config.full]
+    def layer_memory(self, layer: int, rows: Rows) -> PackedKeyValues | DeltaMemory:
+        return PackedKeyValues() if self.config.full[layer] else DeltaMemory(PackedDelta(), PackedDelta())
+
+    def layer_memory_after(self, layer: int, rows: Rows, start: PackedDelta) -> DeltaMemory:
+        """Documents cut on the grid of chunks: a recurrent layer goes on from the state and the rows before the convolution."""
+        if self.config.full[layer]:
+            super().layer_memory_after(layer, rows, start)
+        return DeltaMemory(start, start)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.common.history import KeyValues
+from zoo.common.memory import KeyValueLayer, Pager, views_of
 from zoo.common.rows import Rows
 from zoo.common.serving import PaddedRows, prefill_bucket, prefill_counts
 
@@ -39,17 +40,19 @@ class Step:
 
 
 @dataclass(frozen=True)
-class PoolLayer:
-    """One layer's pages as the sequences of a step see them."""
+class StepPager:
+    """Rows of a step go to their slots, and each that starts a page zeroes the rest of it."""
 
-    k_PSGE: Tensor
-    v_PSGE: Tensor
     step: Step
 
-    def append(self, k_RGE: Tensor, v_RGE: Tensor, rows: Rows) -> KeyValues:
-        k_SGE, v_SGE = (t.view(-1, *t.shape[2:]) for t in (self.k_PSGE, self.v_PSGE))
+    @property
+    def page_table_NB(self) -> Tensor:
+        return self.step.table_NB
+
+    def write(self, new: Sequence[Tensor], pages: Sequence[Tensor], rows: Rows, tokens_a_row: int = 1) -> None:
+        assert tokens_a_row == 1 and len(new) == 2, "SGLang's pools hold a key and a value of each token"
+        (k_RGE, v_RGE), (k_SGE, v_SGE) = new, (page.view(-1, *page.shape[2:]) for page in pages)
         _writer(k_RGE)(k_RGE, v_RGE, k_SGE, v_SGE, self.step.slot_R, self.step.tail_R, self.step.decode)
-        return KeyValues(self.k_PSGE, self.v_PSGE, self.step.table_NB)
 
 
 def _writer(rows: Tensor) -> Callable[..., None]:
@@ -78,13 +81,13 @@ def _append(k_RGE: Tensor, v_RGE: Tensor, k_SGE: Tensor, v_SGE: Tensor, slot_R: 
 
 @dataclass(frozen=True)
 class BoundPool:
-    """What a serving model's `hidden_rows` takes as memory: the pool during one step."""
+    """What a serving model's `hidden_rows` takes as memory: the makers of its layers' views, during one step."""
 
-    pool: KeyValuePool
+    layers: Sequence[Callable[[Pager, Tensor | None], Any]]
     step: Step
 
-    def view(self, page_table_NB: Tensor) -> list[PoolLayer]:
-        return [PoolLayer(k, v, self.step) for k, v in zip(self.pool.k_pages, self.pool.v_pages, strict=True)]
+    def view(self, page_table_NB: Tensor) -> list[Any]:
+        return views_of(self.layers, StepPager(self.step), self.step.request_N)
 
 
 class KeyValuePool:
@@ -104,9 +107,14 @@ class KeyValuePool:
         self.k_pages = [t.view(-1, page_size, *t.shape[1:]) for t in k_buffers]
         self.v_pages = [t.view(-1, page_size, *t.shape[1:]) for t in v_buffers]
         self.page_size = page_size
+        self.layers = [KeyValueLayer(self, index) for index in range(len(self.k_pages))]
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        return self.k_pages[index], self.v_pages[index]
 
     def during(self, step: Step) -> BoundPool:
-        return BoundPool(self, step)
+        """Of a model whose every layer has keys and values."""
+        return BoundPool(self.layers, step)
 
     def begin(
         self, rids: Sequence[str] | None, request_N: Tensor, contexts_N: Tensor, counts: Sequence[int], contexts: Sequence[int]

@@ -6,51 +6,42 @@ them, would hold a state at other places than whole chunks. Slot 0 is its reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.common.delta_memory import DeltaLayer, DeltaMemory
 from zoo.common.ends import end_tokens
+from zoo.common.memory import RESERVED_SLOT, KeyValueLayer, Pager, SlotPart
 from zoo.common.registry import model_class
-from zoo.sglang_plugin.memory import KeyValuePool, PoolLayer, Step
+from zoo.sglang_plugin.memory import BoundPool, KeyValuePool, Step
 from zoo.sglang_plugin.names import HYBRID_ARCHITECTURE
 
 
-@dataclass(frozen=True)
-class BoundHybrid:
-    """What `hidden_rows` takes as memory: pages and slots during one step."""
-
-    pool: HybridPool
-    step: Step
-
-    def view(self, page_table_NB: Tensor) -> list[PoolLayer | DeltaLayer]:
-        attention = iter(self.pool.pages.during(self.step).view(page_table_NB))
-        recurrent = iter(self.pool.delta.view(self.step.request_N.long()))
-        return [next(attention) if full else next(recurrent) for full in self.pool.full]
-
-
 class HybridPool:
-    """SGLang's pages for the attention layers, the plugin's slots for the others; layer i has pages where `full[i]`.
+    """SGLang's pages for the layers that have keys and values, the plugin's slots for what the others hold.
 
+    layers    the maker of each layer's view over both
     requests  places in SGLang's request table, the padding row counted
     ValueError if slots or layers are too few.
     """
 
-    def __init__(self, full: Sequence[bool], pages: KeyValuePool, delta: DeltaMemory, requests: int) -> None:
-        if requests > delta.slots:
-            raise ValueError(f"{requests} requests have only {delta.slots} slots of state, one is for padding in both")
-        if len(pages.k_pages) != sum(full):
-            raise ValueError(f"the key-value pool has {len(pages.k_pages)} layers, the model has {sum(full)} of attention")
-        self.full, self.pages, self.delta = tuple(full), pages, delta
+    def __init__(
+        self, layers: Sequence[Callable[[Pager, Tensor | None], Any]], pages: KeyValuePool, slots: Sequence[SlotPart], requests: int
+    ) -> None:
+        for part in slots:
+            if requests > part.slots:
+                raise ValueError(f"{requests} requests have only {part.slots} slots of {part.name}, one is for padding in both")
+        paged = sum(isinstance(layer, KeyValueLayer) for layer in layers)
+        if len(pages.k_pages) != paged:
+            raise ValueError(f"the key-value pool has {len(pages.k_pages)} layers, the model has {paged} of attention")
+        self.layers, self.pages, self.slots = tuple(layers), pages, tuple(slots)
         self._remembered = 4 * requests
         self._ends: dict[str, int] = {}
 
-    def during(self, step: Step) -> BoundHybrid:
-        return BoundHybrid(self, step)
+    def during(self, step: Step) -> BoundPool:
+        return BoundPool(self.layers, step)
 
     def begin(
         self, rids: Sequence[str] | None, request_N: Tensor, contexts_N: Tensor, counts: Sequence[int], contexts: Sequence[int]
@@ -72,12 +63,15 @@ class HybridPool:
         while len(self._ends) > self._remembered:  # finished ones; a request between two pieces is among the latest
             self._ends.pop(next(iter(self._ends)))
         fresh_N = torch.where(contexts_N == 0, request_N.long(), 0)
-        self.delta.clear(torch.cat([fresh_N.new_zeros(1), fresh_N]))
+        cleared_N = torch.cat([fresh_N.new_zeros(1), fresh_N])
+        for part in self.slots:
+            part.clear(cleared_N)
 
     def clear_padding(self) -> None:
         """Zeroes page 0 and slot 0."""
         self.pages.clear_padding()
-        self.delta.clear([0])
+        for part in self.slots:
+            part.clear([RESERVED_SLOT])
 
 
 def served_fields(fields: dict[str, Any], generation: dict[str, Any] | None = None) -> dict[str, Any]:

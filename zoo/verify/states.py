@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.delta_memory import DeltaMemory, DeltaSnapshot
+from zoo.common.memory import DeltaSlots
 from zoo.common.ops.causal_conv import CARRY
 from zoo.common.ops.gated_delta.slots import CHUNK
 from zoo.common.rows import Rows
@@ -28,7 +28,7 @@ class TrainedStates:
     deltas: list[tuple[Tensor, ...]]
     program: Any
     _starts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _chunks: dict[int, list[DeltaMemory]] = field(default_factory=dict)
+    _chunks: dict[int, list[DeltaSlots]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, calls: list[Call], mine: slice) -> TrainedStates | None:
@@ -48,25 +48,24 @@ class TrainedStates:
                 del self._chunks[next(iter(self._chunks))]
             self._chunks[first] = [self._chunk(layer, first) for layer in range(len(self.deltas))]
         out: dict[str, Tensor] = {}
-        for layer, (x_RC, memory) in enumerate(zip(self.convolutions, self._chunks[first], strict=True)):
+        for layer, (x_RC, states) in enumerate(zip(self.convolutions, self._chunks[first], strict=True)):
             before = x_RC[max(0, length - CARRY) : length]
-            memory.carry_LSWC[0, 1] = torch.cat([x_RC.new_zeros(CARRY - len(before), x_RC.shape[1]), before])
-            out |= {f"delta_{name}.{layer}": t[0] for name, t in memory.written(1, length).items()}
+            out |= {f"{name}.{layer}": t[0] for name, t in states.written(1, length).items()}
+            out[f"delta_carry.{layer}"] = torch.cat([x_RC.new_zeros(CARRY - len(before), x_RC.shape[1]), before])
         return out
 
-    def _chunk(self, layer: int, first: int) -> DeltaMemory:
+    def _chunk(self, layer: int, first: int) -> DeltaSlots:
         """Slot 1 holds the document from a chunk's start on, short of the row that would close the chunk."""
         operands = self.deltas[layer]
         _, k_RHK, v_RVE, *_ = operands
         shape = (k_RHK.shape[1], v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
-        memory = DeltaMemory(1, 2, *shape, self.convolutions[layer].shape[1], v_RVE.dtype, v_RVE.device)
-        carry = memory.carry_LSWC[:, 1]
-        memory.restore(1, DeltaSnapshot(first, self._start(layer, first)[None], carry))
+        states = DeltaSlots(1, 2, *shape, v_RVE.dtype, v_RVE.device)
+        states.restore(1, {"start_SVKE": self._start(layer, first)[None]})
         if count := min(CHUNK - 1, v_RVE.shape[0] - first):
             rows = Rows.pushed([count], [first], v_RVE.device)
-            state = memory.view(torch.tensor([1], device=v_RVE.device))[0].state
+            state = states.layer(0, torch.tensor([1], device=v_RVE.device))
             ops.gated_delta(*(t[first : first + count] for t in operands), state, rows, program=self.program)
-        return memory
+        return states
 
     def _start(self, layer: int, first: int) -> Tensor:
         """[V, K, E] after `first` tokens, from the nearest one before that is known."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.common import ops
-from zoo.common.delta_memory import DeltaMemory
-from zoo.common.memory import PagedMemory
+from zoo.common.memory import ServingMemory
 from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph
 from zoo.common.training import Scores
@@ -251,13 +250,9 @@ def _replay(session: Session, captured: DecodeGraph, live: list[int]) -> Iterato
     yield from session.seen(live, [1] * len(live), log_prob)
 
 
-def _buffers(memory: Any) -> Iterator[Tensor]:
-    """Every floating-point buffer of a memory, of its parts and of their pools."""
-    for value in memory.values() if isinstance(memory, dict) else vars(memory).values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield value
-        elif isinstance(value, dict | PagedMemory | DeltaMemory):
-            yield from _buffers(value)
+def _buffers(memory: ServingMemory) -> list[Tensor]:
+    """Every floating-point tensor of a memory."""
+    return [tensor for tensor in memory.tensors().values() if tensor.is_floating_point()]
 
 
 def exhaust(way: Iterable[Seen]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zoo.common.delta_memory import DeltaMemory
+from zoo.common.memory import SlotPart
 from zoo.qwen3_5 import Qwen35ForServing
 from zoo.sglang_plugin.memory import KeyValuePool
 from zoo.sglang_plugin.served import Served
@@ -20,7 +20,7 @@ class ZooHybridForCausalLM(Served):
     """Its key-value pool holds the attention layers only, its other layers' state lies in slots."""
 
     zoo: Qwen35ForServing
-    delta: DeltaMemory
+    slots: list[SlotPart]
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
@@ -29,13 +29,13 @@ class ZooHybridForCausalLM(Served):
 
     def reserve(self, requests: int) -> None:
         try:
-            self.delta = self.zoo.recurrent_memory(requests + 1)
+            self.slots = self.zoo.slot_parts(requests + 1)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"the states of --max-running-requests {requests} don't fit the device's free memory") from error
-        logger.info("zoo: %d slots of state, %.2f GiB", requests, self.delta.nbytes / 2**30)
+        logger.info("zoo: %d slots of state, %.2f GiB", requests, sum(part.nbytes for part in self.slots) / 2**30)
 
     def pool(self, pages: KeyValuePool, requests: int) -> HybridPool:
-        return HybridPool(self.zoo.config.full, pages, self.delta, requests)
+        return HybridPool(self.zoo.layer_views([pages], self.slots), pages, self.slots, requests)
 
 
 EntryClass = ZooHybridForCausalLM
