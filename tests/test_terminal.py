@@ -122,6 +122,24 @@ def test_a_full_disk_is_one_sentence_and_status_2(checkpoint: Path, module: str,
         assert started("verify", "llama", module="zoo", stderr=full).returncode == 2  # a full stderr changes no status
 
 
+PRINTS = """
+import typer
+from zoo.common.terminal import Command, run
+
+application = typer.Typer(add_completion=False)
+application.command(cls=Command)(lambda: print("a verdict that waits in the buffer"))
+run(application, "x")
+"""
+
+
+@needs_full
+def test_what_waits_in_the_buffer_is_written_before_the_status_is_said() -> None:
+    with Path("/dev/full").open("w") as full:
+        given = {"stdout": full, "stderr": subprocess.PIPE, "env": {"PYTHONPATH": str(ROOT)}}  # not that of who runs it unbuffered
+        done = subprocess.run([sys.executable, "-c", PRINTS], text=True, cwd=ROOT, **given)
+    assert done.returncode == 2 and done.stderr == "error: the output can't be written: [Errno 28] No space left on device\n"
+
+
 @pytest.mark.parametrize("command", ["make-tiny", "convert"])
 def test_a_checkpoint_that_fills_the_disk_leaves_nothing(command: str, checkpoint: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for a disk that is nearly full."""

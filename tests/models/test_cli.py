@@ -318,8 +318,8 @@ def test_qualify_on_a_cpu_has_nothing_to_admit(cli: Cli, capsys: pytest.CaptureF
 
 def test_generate(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made.json"
-    given = ("--prompt", "Guess the word", "--max-new-tokens", 4, "--ignore-eos", "--device", "cpu", "--json", out)
+    given = ("--prompt", "Guess\x1b[2J\nthe word", "--max-new-tokens", 4, "--ignore-eos", "--device", "cpu", "--json", out)
     assert cli("generate", "--checkpoint", checkpoint, *given) == 0
-    assert capsys.readouterr().out.startswith("Guess the word")
+    assert capsys.readouterr().out.startswith("Guess\\x1b[2J\nthe word")  # what steers a terminal is shown, lines stay lines
     made = json.loads(out.read_text())["generations"]
     assert len(made) == 1 and len(made[0]["completion"]["output_ids"]) == 4
