@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections import defaultdict
@@ -115,6 +116,34 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One head\n[a](page.md#one-head) [b](#one-head) [c](page.md#other) [d](absent.md) [e](https://example.org)")
     assert broken_links(page) == ["page.md#other", "absent.md"]
+
+
+def absent_paths(page: Path) -> list[str]:
+    """Files and folders that a page names and that are not there; a place holder like <op> or FAMILY is none of them."""
+    named = re.findall(r"`((?:zoo|tests|benchmarks|weights_tools|examples|docs|constraints)/[\w./-]*)`", page.read_text())
+    return [path for path in named if not (ROOT / path).exists() and "FAMILY" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_are_there(page: Path) -> None:
+    assert not absent_paths(page)
+
+
+def test_an_absent_file_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`zoo/common/rows.py` `zoo/common/absent.py` `zoo/FAMILY/model.py` `zoo/common/ops/`")
+    assert absent_paths(page) == ["zoo/common/absent.py"]
+
+
+def imported(page: Path) -> list[tuple[str, str]]:
+    """(module, name) of every import in a page's examples that is one of ours."""
+    lines = re.findall(r"^\s*from ((?:zoo|weights_tools)[\w.]*) import ([\w, ]+)", page.read_text(), re.MULTILINE)
+    return [(module, name.strip()) for module, names in lines for name in names.split(",") if name.strip()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if imported(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_examples_import_is_there(page: Path) -> None:
+    assert all(hasattr(importlib.import_module(module), name) for module, name in imported(page))
 
 
 def test_the_front_page_is_short() -> None:
