@@ -89,6 +89,42 @@ def test_the_front_page_claims_what_the_proof_page_does() -> None:
     assert shown == list(rows.values())
 
 
+def shown(page: str) -> list[tuple[int, list[str]]]:
+    """(line, numbers as they are written) of every row of a table whose last column names a line."""
+    out = []
+    for row in page.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")] if row.startswith("|") else []
+        if len(cells) > 2 and cells[-1].isdigit():
+            out.append((int(cells[-1]), [cell for cell in cells[1:-1] if re.fullmatch(r"[\d.]+", cell)]))
+    return out
+
+
+def leaves(value: Any) -> list[float]:
+    """Every number inside a row of results."""
+    if isinstance(value, dict | list):
+        return [number for inner in (value.values() if isinstance(value, dict) else value) for number in leaves(inner)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def misquoted(page: str, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Numbers that are none of the row that they name, rounded to the digits that are written."""
+    out = []
+    for line, numbers in shown(page):
+        for number in numbers:
+            digits = len(number.partition(".")[2])
+            if not any(abs(found - float(number)) <= 0.5000001 * 10**-digits for found in leaves(rows[line - 1])):
+                out.append((line, number))
+    return out
+
+
+def test_the_page_of_decisions_quotes_its_rows() -> None:
+    page = (ROOT / "docs" / "DECISIONS.md").read_text()
+    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "decisions_h200.jsonl").read_text().splitlines()]
+    assert sum(len(numbers) for _, numbers in shown(page)) > 70
+    assert not misquoted(page, rows)
+    assert misquoted(page.replace("| 50.6 |", "| 50.7 |"), rows) == [(27, "50.7")]  # the control
+
+
 def anchors(page: Path) -> set[str]:
     """The names of a page's headings as they are linked to."""
     heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

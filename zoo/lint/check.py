@@ -22,7 +22,6 @@ COMPUTES = {
     "zoo/testing.py": "the laws compare outputs",
     "zoo/verify/": "compares what the models made, and judges outside kernels by float64 formulas",
     "benchmarks/common.py": "the error of an output, in float64",
-    "benchmarks/decisions/": "kernels and formats that were weighed against each other before the first program",
     "benchmarks/models_float64.py": "the models in float64, by which accuracy is judged",
     "benchmarks/rivals.py": "the arithmetic of other libraries, which the ops are measured against",
     "benchmarks/triton_product.py": "single products against plain ones",
