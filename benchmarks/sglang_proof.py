@@ -107,7 +107,7 @@ def score(model: Model, folder: Path, wanted: dict[str, bool]) -> Iterator[Phase
 @torch.no_grad()
 def _redraw(trainer: Any, phase: Phase) -> None:
     """ValueError naming the first token that its request's seed doesn't draw: scores alone can't tell whose seed drew it."""
-    from zoo.common.engine import Completion, check_draws
+    from zoo.common.rollouts import Completion, check_draws
 
     records = [Completion.from_dict(line["record"]) for line in phase.lines]
     for first in range(0, len(records), TOGETHER):
@@ -119,7 +119,7 @@ def _redraw(trainer: Any, phase: Phase) -> None:
 def _compared(trainer: Any, lines: list[dict[str, Any]], first: int) -> Iterator[tuple[str, Tensor, Tensor, str]]:
     """(what, the trainer's, the server's, where) of some records in one packed batch."""
     from zoo.common import ops
-    from zoo.common.engine import Completion
+    from zoo.common.rollouts import Completion
 
     records = [Completion.from_dict(line["record"]) for line in lines]
     trainer.fingerprint().check(records[0].fingerprint)
@@ -192,7 +192,7 @@ def _providers(lines: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def _distinct(line: dict[str, Any]) -> tuple[float, ...]:
     """Log-probabilities that say something: of draws that were not forced."""
-    from zoo.common.engine import Completion
+    from zoo.common.rollouts import Completion
 
     completion = Completion.from_dict(line["record"])
     return () if completion.sampling.is_greedy else completion.log_probs

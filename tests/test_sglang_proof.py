@@ -21,8 +21,7 @@ from benchmarks import sglang_phases as phases
 from benchmarks import sglang_proof as proof
 from benchmarks.common import Recorder
 from zoo.common import ops
-from zoo.common.engine import Completion
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams
 from zoo.verify import live
 from zoo.verify.samplers import Embedded
 from zoo.verify.subject import Settings, build

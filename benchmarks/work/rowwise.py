@@ -13,7 +13,8 @@ from benchmarks import rivals
 from benchmarks.work.cases import Place, Work, subset_law
 from benchmarks.work.shapes import HEADS, INNER, PREFILL, WIDTHS
 from zoo.common import ops
-from zoo.common.sampling import RowSampling, SamplingParams
+from zoo.common.rollouts import SamplingParams
+from zoo.common.row_sampling import RowSampling
 
 EPS = 1e-6
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from tests.golden.geometries import GEOMETRIES
 from zoo.common.engine import Engine
 from zoo.common.registry import model_class
+from zoo.common.rollouts import SamplingParams
 from zoo.common.rows import Rows
-from zoo.common.sampling import SamplingParams
 
 # The adapter: how a model is made, rows are pushed, and what the tensors that a memory shows mean.
 

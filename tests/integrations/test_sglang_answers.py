@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from zoo.common.engine.record import Completion
 from zoo.common.fingerprint import Fingerprint
-from zoo.common.sampling import SamplingParams, seed_of_sample
+from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.sglang_plugin import FILTERED, REQUEST, ROUTING_WEIGHTS, WEIGHTS, client, fingerprint, names, record, routing
 from zoo.sglang_plugin.requests import prompt_digest
 

@@ -16,8 +16,10 @@ from plugin_harness import SAMPLING, Output, over_stand_ins
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.ops.sample import Drawn
 from zoo.common.program import Program
-from zoo.common.sampling import Drawn, RowSampling, SamplingParams
+from zoo.common.rollouts import SamplingParams
+from zoo.common.row_sampling import RowSampling
 from zoo.qwen3 import SIZES, Qwen3ForServing
 from zoo.sglang_plugin.columns import WeightsState, joined
 from zoo.sglang_plugin.draws import CapturedDraw, GraphDraws, taken

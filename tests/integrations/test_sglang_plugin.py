@@ -28,8 +28,9 @@ from torch import Tensor
 
 from tests.memories import keys_memory
 from zoo.common import ops
+from zoo.common.rollouts import SamplingParams
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.sglang_plugin import (
     FILTERED,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from plugin_harness import SAMPLING, over_stand_ins
 
-from zoo.common.sampling import seed_of_sample
+from zoo.common.rollouts import seed_of_sample
 from zoo.sglang_plugin.requests import sampling_params
 from zoo.sglang_plugin.seeds import before_send, before_send_batch
 

@@ -15,7 +15,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 from cut_harness import KINDS, cut_by_sort, filters_of, ranked, rows_of_kind  # noqa: E402
 
 from zoo.common.ops.sample import kernels, launches, reference  # noqa: E402
-from zoo.common.sampling import MASS_ONE, NO_CUT  # noqa: E402
+from zoo.common.row_sampling import MASS_ONE, NO_CUT  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
 pytestmark = [

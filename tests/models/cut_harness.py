@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.common.ops.sample import kernels
-from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.tree_kernels import EXACT
+from zoo.common.row_sampling import MASS_ONE, NO_CUT
 
 # (top_k, mass limit, min_p)
 FILTERS = [

@@ -10,10 +10,12 @@ import torch
 from model_harness import Models
 from torch import Tensor
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
 from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.ops.sample import sample
+from zoo.common.rollouts import Completion, SamplingParams
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling, SamplingParams, sample
 from zoo.qwen3 import MOE_SIZES, SIZES, Qwen3ForRL, Qwen3ForServing
 
 Asked = tuple[list[int], SamplingParams]

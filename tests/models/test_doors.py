@@ -26,8 +26,8 @@ from zoo.common.layers import RotaryTable
 from zoo.common.memory import PackedKeyValues
 from zoo.common.ops.attention.reference import KEY_TILE
 from zoo.common.program import resolve, split_k
+from zoo.common.rollouts import SamplingParams
 from zoo.common.rows import Rows
-from zoo.common.sampling import SamplingParams
 from zoo.common.training import ForRL
 from zoo.glm5.config import SIZES as GLM_SIZES
 from zoo.glm5.config import GLMConfig

@@ -32,15 +32,16 @@ from engine_harness import (
 from safetensors.torch import load_file, save_file
 
 from weights_tools.make_tiny import make_tiny
-from zoo.common.engine import Completion, Engine, check_draws
+from zoo.common.engine import Engine
 from zoo.common.engine.pages import Key, Node, PagePool
 from zoo.common.engine.runner import Runner, batch_bucket
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.generate import generate_command
 from zoo.common.memory import Memory, SlotPart
 from zoo.common.ops import CONTRACTS, watch
+from zoo.common.rollouts import Completion, SamplingParams, check_draws
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling, SamplingParams
 from zoo.qwen3 import Qwen3Config, Qwen3ForServing
 
 KINDS = ("dense", "moe")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from engine_harness import CONFIGS, REQUESTS, numbers
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
+from zoo.common.rollouts import Completion
 from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from engine_harness import STEM, check_pages, numbers, tokens, twins
 from zoo.common import engine as package
 from zoo.common.engine import Engine
 from zoo.common.engine.scheduler import Request
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import SamplingParams
 
 FOLDER = str(Path(package.__file__).parent)
 FILES = (FOLDER, contextlib.__file__)

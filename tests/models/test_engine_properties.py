@@ -9,7 +9,8 @@ from engine_harness import REQUESTS, SHORT, SkippingScheduler, baseline, check_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
+from zoo.common.rollouts import Completion
 
 ENGINES = st.fixed_dictionaries({
     "page_size": st.sampled_from((16, 64)),

@@ -31,12 +31,12 @@ from torch import Tensor
 from tests.memories import keys_memory
 from tests.models import planted_latent
 from zoo.common import serving
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
 from zoo.common.history import TokenRows
 from zoo.common.memory import Memory, PagedLatents
 from zoo.common.ops.biased_route import Choice
+from zoo.common.rollouts import Completion, SamplingParams
 from zoo.common.rows import Rows
-from zoo.common.sampling import SamplingParams
 from zoo.glm5 import SIZES, GLMForRL, GLMForServing
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
 from zoo.verify import ways

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_harness import numbers, page_pools, tokens
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
 from zoo.common.ops.biased_route import Choice
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams
 from zoo.glm5 import SIZES, GLMForRL, GLMForServing
 from zoo.testing import assert_same_bytes
 

@@ -16,8 +16,8 @@ from prefill_harness import MODELS, Sequences, made, pools, rerun, same
 from zoo.common import serving
 from zoo.common.engine import Engine
 from zoo.common.engine.runner import Runner
+from zoo.common.rollouts import SamplingParams
 from zoo.common.rows import Rows
-from zoo.common.sampling import SamplingParams
 from zoo.common.serving import (
     PREFILL_SEQUENCES,
     PaddedRows,

@@ -19,7 +19,7 @@ from zoo.common.checkpoint import ADAPTERS, Checkpoint
 from zoo.common.ends import GENERATION, end_tokens, read_generation
 from zoo.common.engine import Engine
 from zoo.common.generate import generate_command
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import SamplingParams
 from zoo.common.shards import INDEX, header_of, write_shard
 from zoo.qwen3.config import SIZES
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from weights_tools.make_tiny import write_tokenizer
 from zoo.common import generate as generate_module
-from zoo.common.engine import Completion, Engine, check_draws
+from zoo.common.engine import Engine
 from zoo.common.engine import engine as engine_module
 from zoo.common.engine.engine import CPU_BYTES
 from zoo.common.engine.pages import Key, PagePool
 from zoo.common.engine.scheduler import Request, Scheduler, Start
 from zoo.common.memory import Memory, Snapshot
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams, check_draws
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
 SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,

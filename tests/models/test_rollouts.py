@@ -13,11 +13,11 @@ import torch
 from engine_harness import QWEN3, STEM, serving, tokens, twins
 from transformers import BatchEncoding
 
-from zoo.common.engine import Completion, Engine, check_draws
+from zoo.common.engine import Engine
 from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
-from zoo.common.sampling import SamplingParams, seed_of_sample
+from zoo.common.rollouts import Completion, SamplingParams, check_draws, seed_of_sample
 
 ASKED = SamplingParams(temperature=0.8, top_k=50, seed=4, max_new_tokens=6)
 

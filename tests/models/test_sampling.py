@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.ops.sample import sample, score_filtered, support
 from zoo.common.ops.sample.reference import gumbel, philox
 from zoo.common.ops.sample.replay import log_sum_exp, score_of
 from zoo.common.program import resolve
-from zoo.common.sampling import MASS_ONE, NO_CUT, RowSampling, SamplingParams, sample, score_filtered, seed_of_sample, support
+from zoo.common.rollouts import SamplingParams, seed_of_sample
+from zoo.common.row_sampling import MASS_ONE, NO_CUT, RowSampling
 from zoo.testing import LawBroken, assert_same_bytes
 
 LOG_PROB = sys.modules["zoo.common.ops.log_prob"]

@@ -13,9 +13,10 @@ tl = pytest.importorskip("triton.language")
 from cut_harness import KINDS, cut_by_sort, filters_of, rows_of_kind  # noqa: E402
 
 from zoo.common import ops  # noqa: E402
-from zoo.common.ops.sample import kernels, kernels_draw, launches, reference  # noqa: E402
+from zoo.common.ops.sample import kernels, kernels_draw, launches, reference, sample, score_filtered, support  # noqa: E402  # noqa: E402
 from zoo.common.program import resolve  # noqa: E402
-from zoo.common.sampling import RowSampling, SamplingParams, sample, score_filtered, support  # noqa: E402
+from zoo.common.rollouts import SamplingParams  # noqa: E402
+from zoo.common.row_sampling import RowSampling  # noqa: E402
 from zoo.testing import LawBroken, assert_same_bytes  # noqa: E402
 
 pytestmark = pytest.mark.gpu

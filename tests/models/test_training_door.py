@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import SamplingParams
 from zoo.common.training import Scores
 from zoo.qwen3 import SIZES, Qwen3ForRL
 from zoo.testing import assert_same_bytes

@@ -16,8 +16,8 @@ from zoo.common.ops.cases import Trial, cases_of
 from zoo.common.ops.contract import EITHER, FLOAT32, INTEGERS, PROGRAM, WIDE, checked, watch
 from zoo.common.ops.log_prob.top import named_log_prob
 from zoo.common.program import resolve
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 # a dtype that each kind does not take

@@ -20,7 +20,7 @@ from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import head_shapes
 from zoo.common.program import Program
-from zoo.common.sampling import shown
+from zoo.common.reading import shown
 
 PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
 

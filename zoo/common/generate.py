@@ -12,11 +12,11 @@ import torch
 from tokenizers import Tokenizer
 
 import zoo
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
 from zoo.common.engine.engine import MAX_BATCH
 from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
-from zoo.common.sampling import SamplingParams, seed_of_sample
+from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.common.serving import ForServing
 
 

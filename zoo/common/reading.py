@@ -16,7 +16,7 @@ SHOWN = 120  # characters of a name that a message shows
 
 _short = reprlib.Repr()
 _short.maxlevel = 3
-_short.maxstring = _short.maxother = 80
+_short.maxlong = _short.maxstring = _short.maxother = 80
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ A row is one token's activation. Activations are packed `[R, ...]`; there is no 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -138,3 +139,8 @@ def check_id(token: int, vocabulary: int) -> None:
     """ValueError for an id outside the vocabulary."""
     if not 0 <= token < vocabulary:
         raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer, Python's or numpy's, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

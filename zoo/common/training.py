@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 from zoo.common import ops
+from zoo.common.ops.sample import score_filtered
 from zoo.common.pretrained import Pretrained, own_dtypes
+from zoo.common.row_sampling import DrawParams, RowSampling
 from zoo.common.rows import Rows, check_cu_seqlens, check_ids, check_integers
-from zoo.common.sampling import RowSampling, SamplingParams, score_filtered
 from zoo.common.walk import walk
 
 IGNORE = -100
@@ -193,7 +194,7 @@ class ForRL(Pretrained, nn.Module):
         input_ids: Tensor,
         cu_seqlens: Tensor,
         target_ids: Tensor | None = None,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: DrawParams | Sequence[DrawParams] | None = None,
         *,
         entropy: bool = False,
         top_k: int = 0,
@@ -255,12 +256,12 @@ class ForRL(Pretrained, nn.Module):
             raise ValueError(f"a document of {longest} tokens is longer than the position table of {self.config.positions}")
         return Rows.packed(cu_seqlens)
 
-    def _sampling_rows(self, sampling: SamplingParams | Sequence[SamplingParams] | None, rows: Rows) -> RowSampling | None:
+    def _sampling_rows(self, sampling: DrawParams | Sequence[DrawParams] | None, rows: Rows) -> RowSampling | None:
         if sampling is None:
             return None
         documents = rows.lengths_N.shape[0]
-        each = [sampling] * documents if isinstance(sampling, SamplingParams) else sampling
-        if not isinstance(each, Sequence) or not all(isinstance(params, SamplingParams) for params in each):
+        each = [sampling] * documents if isinstance(sampling, DrawParams) else sampling
+        if not isinstance(each, Sequence) or not all(isinstance(params, DrawParams) for params in each):
             raise ValueError(f"sampling must be SamplingParams, one or one per document, not {type(sampling).__name__}")
         if len(each) != documents:
             raise ValueError(f"{len(each)} sampling parameters for {documents} documents")

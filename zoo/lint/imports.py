@@ -20,6 +20,7 @@ RANKS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "zoo.common.hashing",
             "zoo.common.history",
             "zoo.common.program",
+            "zoo.common.reading",
             "zoo.common.row_sampling",
             "zoo.common.rows",
             "zoo.common.verdicts",

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.engine.record import IDS, REASONS
-from zoo.common.sampling import seed_of_sample
+from zoo.common.rollouts import seed_of_sample
+from zoo.common.rollouts.completion import REASONS
+from zoo.common.rollouts.readers import IDS
 from zoo.sglang_plugin.names import FILTERED, REQUEST, ROUTING_WEIGHTS, WEIGHTS
 from zoo.sglang_plugin.requests import SGLANGS_MOST, prompt_digest
 

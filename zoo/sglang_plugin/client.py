@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.engine.record import Completion
 from zoo.common.fingerprint import Fingerprint
+from zoo.common.rollouts import Completion
 from zoo.sglang_plugin.answers import read_answer, read_routing, token_ids
 from zoo.sglang_plugin.names import STATE, WEIGHTS_DIGITS
 from zoo.sglang_plugin.requests import ending, sampling_params

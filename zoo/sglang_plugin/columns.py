@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.sampling import RowSampling
+from zoo.common.row_sampling import RowSampling
 
 
 class HostColumn:

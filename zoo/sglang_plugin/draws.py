@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.ops.sample import Drawn
 from zoo.common.program import Program
-from zoo.common.sampling import Drawn, RowSampling
+from zoo.common.row_sampling import RowSampling
 
 
 class GraphDraws:

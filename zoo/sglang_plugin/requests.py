@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import SamplingParams
 
 TOP_K_ALL = 1 << 30  # SGLang's "whole vocabulary"
 SGLANGS_MOST = 128  # output tokens of a request that names no max_new_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.program import Program
-from zoo.common.sampling import RowSampling
+from zoo.common.row_sampling import RowSampling
 from zoo.sglang_plugin.columns import HostColumn, SharedColumn, WeightsColumn, WeightsState, joined, on_device
 from zoo.sglang_plugin.draws import taken
 from zoo.sglang_plugin.names import DRAWN, FILTERED, WEIGHTS

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.common.sampling import seed_of_sample
+from zoo.common.rollouts import seed_of_sample
 from zoo.sglang_plugin.names import PROGRAMS
 
 SAMPLES = "_zoo_samples"  # left on SGLang's request of one prompt, whose copies share it

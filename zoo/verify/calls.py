@@ -16,8 +16,8 @@ from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, To
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
 from zoo.common.program import Program
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling
 from zoo.testing import as_integers, tensors
 
 # ops whose provider is chosen by shape; every other op has one choice per program

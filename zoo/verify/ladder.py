@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.common.engine import Completion
+from zoo.common.rollouts import Completion
 from zoo.verify import live, ways
 from zoo.verify.asked import RUNGS
 from zoo.verify.samplers import Sampler, sampler

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import zoo
-from zoo.common.engine import Completion
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams
 from zoo.verify.samplers import Sampler
 from zoo.verify.scored import Scores
 from zoo.verify.subject import Settings, Subject

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from zoo.common.engine import Completion, Engine
+from zoo.common.engine import Engine
 from zoo.common.engine.engine import MAX_BATCH
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams
 from zoo.verify.subject import Subject
 
 SEEDS = 1 << 63  # SGLang sends seeds as int64: one beyond is left to it, and comes back in the record

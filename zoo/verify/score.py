@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.engine import Completion, check_draws
+from zoo.common.rollouts import Completion, check_draws
 from zoo.common.training import ForRL
 from zoo.verify.scored import SCORES, Scores, compare
 from zoo.verify.subject import load

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zoo.common.engine import Completion
+from zoo.common.rollouts import Completion
 from zoo.verify.tally import Tally, emptiness
 
 Scores = dict[str, list[list[float]]]  # for each of SCORES a list a completion

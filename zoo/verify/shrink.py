@@ -14,8 +14,8 @@ from zoo.common.files import check_fresh, fresh_folder
 from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
 from zoo.common.ops import Provider
 from zoo.common.program import Program
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling
 from zoo.verify.calls import Call
 from zoo.verify.trace import Divergence
 
@@ -39,7 +39,7 @@ from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
-from zoo.common.sampling import RowSampling
+from zoo.common.row_sampling import RowSampling
 from zoo.testing import as_integers, tensors
 
 stored = load_file(Path(__file__).with_name("{file}"), device="{device}")

@@ -1,6 +1,6 @@
-"""The embedded engine: `Engine` serves requests, `Completion` records one."""
+"""The embedded engine: `Engine` serves requests and returns a `Completion` of each, the record that `zoo.common.rollouts` describes."""
 
 from zoo.common.engine.engine import Engine, Stats
-from zoo.common.engine.record import Completion, check_draws
+from zoo.common.rollouts import Completion
 
-__all__ = ["Completion", "Engine", "Stats", "check_draws"]
+__all__ = ["Completion", "Engine", "Stats"]

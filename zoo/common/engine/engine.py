@@ -19,14 +19,17 @@ from torch import Tensor
 from zoo.common.checkpoint import Checkpoint, check_dtypes
 from zoo.common.config import differences
 from zoo.common.engine.pages import PagePool
-from zoo.common.engine.record import Completion, has_nan
 from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Request, Scheduler
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import ServingMemory
 from zoo.common.program import parse_dtype
-from zoo.common.rows import check_dense, check_id
-from zoo.common.sampling import SEEDS, SamplingParams, hashed_seed, is_whole, seed_of_sample, shown
+from zoo.common.reading import shown
+from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
+from zoo.common.rollouts.completion import has_nan
+from zoo.common.rollouts.params import hashed_seed
+from zoo.common.row_sampling import SEEDS
+from zoo.common.rows import check_dense, check_id, is_whole
 from zoo.common.serving import ForServing
 
 PERCENT = 80  # of the memory that is free when the engine starts; the rest is for activations and graphs

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from zoo.common.engine.scheduler import Request
 from zoo.common.memory import ServingMemory
+from zoo.common.ops.sample import Drawn, sample
+from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
-from zoo.common.sampling import Drawn, RowSampling, sample
 from zoo.common.serving import PREFILL_ROWS, DecodeGraph, ForServing, PrefillGraph, prefill_bucket
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)

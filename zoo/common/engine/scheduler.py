@@ -9,7 +9,7 @@ from functools import partial
 
 from zoo.common.engine.pages import Key, Node, PagePool
 from zoo.common.memory import ServingMemory
-from zoo.common.sampling import SamplingParams
+from zoo.common.rollouts import SamplingParams
 
 
 @dataclass(eq=False)

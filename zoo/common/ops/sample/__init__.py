@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, Provider, observed
 from zoo.common.ops.log_prob import TokenScores, log_prob
-from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.sample.replay import ScoreFiltered, find_cut, log_sum_exp, restrict, scale_logits, score_of
 from zoo.common.program import Program
+from zoo.common.row_sampling import RowSampling
 
-if TYPE_CHECKING:
-    from zoo.common.sampling import RowSampling
-
-__all__ = ["CONTRACT", "MASS_ONE", "NO_CUT", "Drawn", "sample", "score_filtered", "support"]
+__all__ = ["CONTRACT", "Drawn", "sample", "score_filtered", "support"]
 
 _GRAD = "zoo.common.ops.log_prob.{}:logit_grad"
 

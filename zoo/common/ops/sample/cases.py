@@ -8,19 +8,19 @@ import torch
 
 from zoo.common.ops.cases import Case, Draw, Trial, row_laws
 from zoo.common.program import Program
-from zoo.common.sampling import RowSampling, SamplingParams
+from zoo.common.row_sampling import DrawParams, RowSampling
 from zoo.testing import Args, assert_fusion_law
 
 COLUMNS = ("inverse_temperature_R", "top_k_R", "mass_limit_R", "min_p_R", "seed_R", "position_R", "greedy_R")
 
 PARAMS = (
-    SamplingParams(seed=1),
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.6, top_p=0.95, top_k=20, seed=2),
-    SamplingParams(top_k=3, seed=3),
-    SamplingParams(top_p=0.5, seed=4),
-    SamplingParams(temperature=1.7, min_p=0.05, seed=5),
-    SamplingParams(temperature=3.0, seed=2**64 - 1),
+    DrawParams(seed=1),
+    DrawParams(temperature=0.0),
+    DrawParams(temperature=0.6, top_p=0.95, top_k=20, seed=2),
+    DrawParams(top_k=3, seed=3),
+    DrawParams(top_p=0.5, seed=4),
+    DrawParams(temperature=1.7, min_p=0.05, seed=5),
+    DrawParams(temperature=3.0, seed=2**64 - 1),
 )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zoo.common.ops.sample.kernels_draw import draw
 from zoo.common.ops.sample.launches import columns_side_by_side, in_launches
-from zoo.common.ops.sample.reference import MASS_ONE, NO_CUT
 from zoo.common.ops.tree_kernels import EXACT
+from zoo.common.row_sampling import MASS_ONE, NO_CUT
 
 __all__ = ["cut", "draw", "probability_and_mass", "restrict"]
 

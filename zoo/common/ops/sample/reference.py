@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# a probability of 1 in the integer fixed point of the top_p cut: FP32 probabilities down to 2^-36 are held without loss, and a
-# row's mass (about 1) is far from the end of int64. It is at most e^2 of a log-sum-exp below 2^26, which FP32 rounds by at
-# most 2. Beyond, sums may wrap: eight logits of 2^26 have that for a log-sum-exp, and a probability of 1 each
-MASS_ONE = 1 << 60
-# a top_k or a top_p mass that no row reaches
-NO_CUT = 1 << 62
+from zoo.common.row_sampling import MASS_ONE
+
 # token id t takes output word (t >> 10) & 3 of the call whose first counter word is t without these two bits
 LANES, WORDS = 1024, 4
 

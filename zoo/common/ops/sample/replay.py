@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from zoo.common.ops.log_prob import CONTRACT as LOG_PROB
 from zoo.common.ops.log_prob import logits
 from zoo.common.ops.log_prob.backward import through_logits
 from zoo.common.program import Program
-
-if TYPE_CHECKING:
-    from zoo.common.sampling import RowSampling
+from zoo.common.row_sampling import RowSampling
 
 # rows whose whole logits the replay holds at once
 ROW_BLOCK = 128

@@ -1,46 +1,42 @@
-"""What a request asks of the sampler, and the same as row tensors: every row of a batch carries its own parameters.
+"""How the token of one row is drawn, and the same as row tensors: every row of a batch carries its own parameters.
 
 Nothing here makes a number of the model; `zoo.common.ops.sample` does, from a `RowSampling`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral, Real
-from reprlib import Repr
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.common.ops.sample import MASS_ONE, NO_CUT, Drawn, sample, score_filtered, support
+from zoo.common.reading import shown
+from zoo.common.rows import is_whole
 
-__all__ = ["MASS_ONE", "NO_CUT", "Drawn", "RowSampling", "SamplingParams", "sample", "score_filtered", "seed_of_sample", "support"]
-
-_clipping = Repr()  # a message shows the beginning of a large value
-_clipping.maxlong = _clipping.maxstring = _clipping.maxother = 60
-shown = _clipping.repr
-
+# a probability of 1 in the integer fixed point of the top_p cut: FP32 probabilities down to 2^-36 are held without loss, and a
+# row's mass (about 1) is far from the end of int64. It is at most e^2 of a log-sum-exp below 2^26, which FP32 rounds by at
+# most 2. Beyond, sums may wrap: eight logits of 2^26 have that for a log-sum-exp, and a probability of 1 each
+MASS_ONE = 1 << 60
+# a top_k or a top_p mass that no row reaches
+NO_CUT = 1 << 62
 SEEDS = 1 << 64
 # outside of these the FP32 reciprocal would not be a useful scale
 TEMPERATURES = (1e-5, 1e5)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """The sampling program of one request; filters act jointly on the distribution after the temperature.
+class DrawParams:
+    """How one token is drawn; filters act jointly on the distribution after the temperature.
 
     temperature     0 is greedy: the highest logit, lower id among equals, scored at temperature 1, unfiltered; else 1e-5 .. 1e5
     top_k           tokens kept at most, by descending logit, lower id first; 0 or -1: all
     top_p           a token stays while the mass before it is at most top_p; in (0, 1], 1 keeps all
     min_p           a token stays if its probability is at least min_p times the largest; in [0, 1]
-    seed            0 .. 2^64 - 1, the noise of all draws together with their positions; None: an engine gives every sample a fresh one
-                    and records it (greedy draws need none), so a group of samples of one prompt is no group of clones
-    max_new_tokens  at least 1
-    stop_token_ids  ids that end the request, besides the model's end-of-sequence ids unless ignore_eos
+    seed            0 .. 2^64 - 1, the noise of a draw together with its position; a draw that is not greedy needs one, a score none
 
     Numbers may be numpy's; they become Python's. ValueError, naming the number, for anything else.
     """
@@ -50,9 +46,6 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_new_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         low, high = TEMPERATURES
@@ -62,13 +55,9 @@ class SamplingParams:
             if number is None:
                 raise ValueError(f"{name} must be a finite number, not {shown(value)}")
             object.__setattr__(self, name, number)
-        for name, least in (("top_k", -1), ("seed", 0), ("max_new_tokens", 1)):
-            value = getattr(self, name)
-            if name == "seed" and value is None:
-                continue
-            if not is_whole(value) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
-            object.__setattr__(self, name, int(value))
+        self._whole("top_k", least=-1)
+        if self.seed is not None:
+            self._whole("seed", least=0)
         if self.temperature != 0.0 and not low <= self.temperature <= high:
             raise ValueError(f"temperature must be 0 (greedy) or between {low:g} and {high:g}, not {self.temperature!r}")
         if not 0.0 < self.top_p <= 1.0:
@@ -79,15 +68,13 @@ class SamplingParams:
             raise ValueError(f"top_k must be below 2^63 = {1 << 63}, not {shown(self.top_k)}")
         if self.seed is not None and self.seed >= SEEDS:
             raise ValueError(f"seed must be below 2^64 = {SEEDS}, not {shown(self.seed)}")
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids must be a sequence of token ids, not {shown(self.stop_token_ids)}")
-        tokens = tuple(self.stop_token_ids)
-        for token in tokens:
-            if not is_whole(token) or token < 0:
-                raise ValueError(f"stop_token_ids must be integers of at least 0, not {shown(token)}")
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, tokens)))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
+
+    def _whole(self, name: str, least: int) -> None:
+        """A field as Python's integer. ValueError for anything else, and for one below `least`."""
+        value = getattr(self, name)
+        if not is_whole(value) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
+        object.__setattr__(self, name, int(value))
 
     @property
     def is_greedy(self) -> bool:
@@ -121,22 +108,6 @@ class SamplingParams:
         """
         return NO_CUT if self.is_greedy or self.top_p >= 1.0 else int(self.top_p * float(MASS_ONE))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """The inverse of `to_dict`; absent fields take their defaults, ValueError for a name that is no field."""
-        unknown = set(values) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"SamplingParams has no {', '.join(sorted(map(shown, unknown)))}")
-        return cls(**values)
-
-
-def is_whole(value: object) -> bool:
-    """Whether `value` is an integer, Python's or numpy's, and no truth value."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
 
 def _finite(value: object) -> float | None:
     """A number, Python's or numpy's, as a float; None for anything else, an infinity, a NaN and an integer too large for a float."""
@@ -149,23 +120,13 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def seed_of_sample(seed: int, index: int) -> int:
-    """The seed of sample `index` of a request for several with one seed: the seed itself for sample 0, else 64 hashed bits of both."""
-    return seed if index == 0 else hashed_seed("sample", seed, index)
-
-
-def hashed_seed(*parts: str | int) -> int:
-    """64 bits that nothing but `parts` decides: the same on every machine and in every process."""
-    return int.from_bytes(hashlib.sha256(" ".join(map(str, parts)).encode()).digest()[:8], "little")
-
-
 @dataclass(frozen=True)
 class RowSampling:
     """The sampling program of R rows, one entry each.
 
     inverse_temperature_R  FP32, multiplies the logits; 1.0 changes no byte
     top_k_R                int64, NO_CUT: all
-    mass_limit_R           int64, top_p in fixed point (`SamplingParams.mass_limit`)
+    mass_limit_R           int64, top_p in fixed point (`DrawParams.mass_limit`)
     min_p_R                FP32
     seed_R                 int64, the bits of the unsigned seed; 0 where there is none
     position_R             int64, index in its sequence of the token to be drawn (the row's own position plus one)
@@ -191,7 +152,7 @@ class RowSampling:
         return self.seed_R.shape[0]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], positions_R: Tensor | Sequence[int], device: torch.device | str) -> RowSampling:
+    def of(cls, params: Sequence[DrawParams], positions_R: Tensor | Sequence[int], device: torch.device | str) -> RowSampling:
         """Row r draws the token at `positions_R[r]` of its sequence under `params[r]`. ValueError if the counts differ."""
         if len(params) != len(positions_R):
             raise ValueError(f"{len(params)} sampling parameters for {len(positions_R)} positions")
@@ -215,7 +176,7 @@ class RowSampling:
     @classmethod
     def buffer(cls, count: int, device: torch.device | str) -> RowSampling:
         """`count` greedy rows that `copy_` may overwrite with any others: a graph's static buffers."""
-        return replace(cls.of([SamplingParams(temperature=0.0)] * count, [0] * count, device), scales=True, filters=True)
+        return replace(cls.of([DrawParams(temperature=0.0)] * count, [0] * count, device), scales=True, filters=True)
 
     def inverse_temperature_or_none(self) -> Tensor | None:
         """What log_prob takes: None where no row has a temperature other than 1."""
