@@ -155,8 +155,10 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
 
 
 def absent_paths(page: Path) -> list[str]:
-    """Files and folders that a page names and that are not there; a place holder like <op> or FAMILY is none of them."""
-    named = re.findall(r"`((?:zoo|tests|benchmarks|weights_tools|examples|docs|constraints)/[\w./-]*)`", page.read_text())
+    """Files and folders that a page names and that are not there; neither a place holder like FAMILY nor what is said to stand in an
+    earlier commit is one."""
+    text = re.sub(r"commit `[0-9a-f]{7,40}`, folder `[^`]*`", "", page.read_text())
+    named = re.findall(r"`((?:zoo|tests|benchmarks|weights_tools|examples|docs|constraints)/[\w./-]*)`", text)
     return [path for path in named if not (ROOT / path).exists() and "FAMILY" not in path]
 
 
@@ -167,7 +169,9 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 def test_an_absent_file_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("`zoo/common/rows.py` `zoo/common/absent.py` `zoo/FAMILY/model.py` `zoo/common/ops/`")
+    page.write_text(
+        "`zoo/common/rows.py` `zoo/common/absent.py` `zoo/FAMILY/model.py` `zoo/common/ops/`, commit `4e91d64`, folder `benchmarks/gone`"
+    )
     assert absent_paths(page) == ["zoo/common/absent.py"]
 
 
