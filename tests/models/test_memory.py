@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from tests.memories import keys_memory
+from zoo.common import ops
 from zoo.common.history import PackedDelta
 from zoo.common.memory import Memory, PagedRows, PagePart, Pager, SlotPart
+from zoo.common.ops.causal_conv import CARRY
 from zoo.common.rows import Rows
 from zoo.qwen3 import SIZES, Qwen3ForRL
+from zoo.qwen3_5 import SIZES as HYBRID_SIZES
 from zoo.qwen3_5 import Qwen35ForRL
-from zoo.testing import split_plans
+from zoo.testing import LawBroken, assert_same_bytes, split_plans
 
 TOKENS, WIDTH, PAGE = 4, 6, 8
 LENGTHS = [13, 3, 24]
@@ -197,9 +201,47 @@ def test_a_start_is_of_a_layer_that_hands_on_a_state() -> None:
         attends.packed_memory(rows, {1: PackedDelta()})
     with pytest.raises(ValueError, match=f"a start is given for layer 99, the model has layers 0 .. {attends.config.layers - 1}"):
         attends.packed_memory(rows, {99: PackedDelta()})
-    from zoo.qwen3_5 import SIZES as HYBRID_SIZES
-
     hybrid = Qwen35ForRL.from_config(HYBRID_SIZES["tiny"], device="cpu")
     full = hybrid.config.full.index(True)
     with pytest.raises(ValueError, match=f"layer {full} of Qwen35ForRL hands on no state"):
         hybrid.packed_memory(rows, {full: PackedDelta()})
+
+
+def starts_at(model: Qwen35ForRL, ids_R: Tensor, cut: int) -> dict[int, PackedDelta]:
+    """What each layer of a model of recurrent layers hands on behind `cut` tokens of a document: its state, and the convolution's rows."""
+    carries: list[Tensor] = []
+    states: list[Tensor] = []
+
+    def keep(contract: Any, seen: dict[str, Any], result: Any) -> None:
+        if contract.name == "causal_conv":
+            carries.append(seen["args"][0][cut - CARRY : cut][None])
+        elif contract.name == "gated_delta" and seen["function"] is ops.gated_delta:
+            operands = [operand[:cut] for operand in seen["args"][:5]]
+            states.append(ops.gated_delta_states(*operands, None, Rows.packed(torch.tensor([0, cut])), program=model.program)[1])
+
+    with ops.watch(keep):
+        model.hidden_rows(ids_R, Rows.packed(torch.tensor([0, len(ids_R)])))
+    return {layer: PackedDelta(state, carry) for layer, (state, carry) in enumerate(zip(states, carries, strict=True))}
+
+
+@pytest.mark.parametrize("cut", [64, 128])
+def test_a_document_goes_on_from_what_another_rank_hands_over(cut: int) -> None:
+    config = replace(HYBRID_SIZES["tiny"], layers=3, full=(False,) * 3)
+    model = Qwen35ForRL.from_config(config, seed=2, device="cpu")
+    ids = torch.randint(0, config.vocabulary, (150,), generator=torch.Generator().manual_seed(cut))
+    rows = Rows.packed(torch.tensor([0, 150 - cut]))
+    with torch.no_grad():
+        whole_RD = model.hidden_rows(ids, Rows.packed(torch.tensor([0, 150])))[cut:]
+        start = starts_at(model, ids, cut)
+        assert_same_bytes(model.hidden_rows(ids[cut:], rows, start), whole_RD)
+        # controls: from zero, without the rows before the convolution, and one layer without its start
+        stateless = {layer: PackedDelta(before.initial_NVKE, None) for layer, before in start.items()}
+        for other in (None, stateless, {layer: start[layer] for layer in (0, 2)}):
+            with pytest.raises(LawBroken):
+                assert_same_bytes(model.hidden_rows(ids[cut:], rows, other), whole_RD)
+    # the gradient reaches the rank that handed it over
+    state = start[1].initial_NVKE
+    assert state is not None
+    state.requires_grad_()
+    model.hidden_rows(ids[cut:], rows, start).float().square().sum().backward()
+    assert state.grad is not None and state.grad.isfinite().all() and state.grad.any()
