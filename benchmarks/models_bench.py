@@ -27,9 +27,9 @@ def twin(source: nn.Module, made: type[Any], program: Program) -> Any:
     with torch.device("meta"):
         model = made(source.config, program)
     model.load_state_dict(source.state_dict(), assign=True)
-    frozen = model.table_of().is_frozen
+    entries = model.table_of().parameters
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(made.trainable and not frozen(name))
+        parameter.requires_grad_(made.trainable and entries[name].trainable)
     tables = {name: part.table_PC2 for name, part in source.named_modules() if isinstance(part, RotaryTable)}
     for name, part in model.named_modules():
         if isinstance(part, RotaryTable):

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, Piece, WeightTable, check_finite, check_shard_bytes
+from zoo.common.checkpoint import SHARD_BYTES, Checkpoint, check_finite, check_shard_bytes
 from zoo.common.files import fresh_folder
 from zoo.common.registry import model_class
 from zoo.common.shards import DTYPES, StoredTensor, write_shards
+from zoo.common.weights import Piece, WeightTable
 
 
 def convert(path: str | Path, out: str | Path, to: str = "zoo", *, shard_bytes: int = SHARD_BYTES) -> None:

@@ -9,11 +9,12 @@ import torch
 from rich.table import Table
 
 from weights_tools.convert import finite, has_zoo_names, match_zoo
-from zoo.common.checkpoint import Checkpoint, WeightTable
+from zoo.common.checkpoint import Checkpoint
 from zoo.common.fingerprint import content_hash
 from zoo.common.hashing import checksums
 from zoo.common.registry import model_class
 from zoo.common.terminal import Terminal
+from zoo.common.weights import WeightTable
 
 WIDE = 200  # columns of a file or pipe, where names are not folded
 
@@ -130,7 +131,7 @@ def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
     for entry, piece in table.pieces():
         name = table.canonical(piece.published)
         tensor = piece.of(parameter(entry.ours)) if own else finite(stored[places[name]])
-        if table.is_fp32(entry.ours):
+        if entry.stored(tensor.dtype) is torch.float32:
             tensor = tensor.to(torch.float32)
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))
         parts.append((name, str(tensor.dtype), tuple(tensor.shape), checksum))

@@ -67,7 +67,7 @@ def make_tiny(
         fields = family.with_vision(fields)
     table = family.table(family.config.from_hf(fields))
     places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
-    specs = [(name, torch.float32 if table.is_fp32(entry.ours) else torch.bfloat16, piece.shape) for name, (entry, piece) in places.items()]
+    specs = [(name, entry.stored(torch.bfloat16), piece.shape) for name, (entry, piece) in places.items()]
     unused = family.unused_tensors(fields)
     specs += [(name, torch.bfloat16, shape) for name, shape in unused.items()]
 

@@ -22,7 +22,7 @@ from weights_tools.compare import differences
 from weights_tools.convert import convert
 from weights_tools.make_tiny import make_tiny
 from zoo.common import checkpoint as files
-from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
+from zoo.common.checkpoint import Checkpoint
 from zoo.common.family import Family
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.hashing import checksums, key64, normal_
@@ -30,6 +30,7 @@ from zoo.common.pretrained import Pretrained, draw_piece
 from zoo.common.program import Program
 from zoo.common.registry import architectures, model_class
 from zoo.common.shards import INDEX, SINGLE, header_of, read_shard, write_shard, write_shards
+from zoo.common.weights import Entry, Piece, Places, WeightTable
 from zoo.qwen3 import Qwen3ForRL, Qwen3ForServing
 from zoo.verify.subject import config_of
 
@@ -433,9 +434,8 @@ class ToyConfig:
 def toy_table(_: ToyConfig) -> WeightTable:
     each = tuple(Piece(f"experts.{e}.w", (3, 5), expert=e) for e in range(4))
     return WeightTable(
-        (Entry("stack", (each, (Piece("experts.w", (4, 3, 5)),))), Entry("decay", ((Piece("A_log", (7,)),),))),
+        (Entry("stack", (each, (Piece("experts.w", (4, 3, 5)),))), Entry("decay", ((Piece("A_log", (7,)),),), dtype=torch.float32)),
         carried=(r"visual\..*",),
-        fp32=("decay",),
     )
 
 

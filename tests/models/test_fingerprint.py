@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import Entry, Piece, WeightTable
 from zoo.common.fingerprint import Fingerprint, content_hash, products_of, weights_hash
 from zoo.common.hashing import checksums
 from zoo.common.ops.log_prob import head_shapes
+from zoo.common.weights import Entry, Piece, WeightTable
 from zoo.qwen3 import SIZES, Qwen3ForRL
 
 MINE = Fingerprint({"program": "aligned/1", "dtype": "bfloat16"}, "ffff", {"torch": "2.13"}, {"layout": "one device"})

@@ -1,15 +1,13 @@
-"""Checkpoints in Hugging Face format: the table of names, strict reading, and writing back byte for byte."""
+"""Checkpoints in Hugging Face format: strict reading, and writing back byte for byte."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,142 +29,12 @@ from zoo.common.shards import (
     write_shard,
     write_shards,
 )
+from zoo.common.weights import Entry, Piece, WeightTable
 
 SHARD_BYTES = 5 * 10**9
 HELD_BYTES = 64 << 20  # of small files that are held in memory; larger ones are copied from where they lie
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # transformers would change the weights by them
 TENSORS = 300_000  # of a checkpoint; the published ones with most have 120,000
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One published tensor and its place inside one of our parameters.
-
-    expert  index on our parameter's leading dimension, if it stacks experts
-    start   first row that it fills: param[start : start + shape[0]], or the same inside param[expert]
-    """
-
-    published: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    start: int = 0
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The view of our parameter that this published tensor is."""
-        inside = parameter if self.expert is None else parameter[self.expert]
-        return inside[self.start : self.start + self.shape[0]]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of ours.
-
-    ours            its name in module.state_dict()
-    layouts         alternatives as published checkpoints have them; the first is what save writes by default
-    optional_alias  may be absent; when present its bytes must equal those of the parameter (lm_head of a tied model)
-    """
-
-    ours: str
-    layouts: tuple[tuple[Piece, ...], ...]
-    optional_alias: bool = False
-
-
-def single(ours: str, published: str, shape: tuple[int, ...], *, optional_alias: bool = False) -> Entry:
-    """One parameter that is one published tensor of `shape`."""
-    return Entry(ours, ((Piece(published, shape),),), optional_alias)
-
-
-def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int]]) -> Entry:
-    """Published projections of one input, (name, rows) each of `columns` columns, stacked by rows in the order given."""
-    pieces, start = [], 0
-    for published, rows in parts:
-        pieces.append(Piece(published, (rows, columns), start=start))
-        start += rows
-    return Entry(ours, (tuple(pieces),))
-
-
-def gated_mlp(ours: str, theirs: str, hidden: int, intermediate: int) -> list[Entry]:
-    """The parameters of a `GatedMLP`: gate over up, and down."""
-    return [
-        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", intermediate) for n in ("gate", "up")]),
-        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, intermediate)),
-    ]
-
-
-def separate_experts(theirs: str, count: int, hidden: int, intermediate: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """The layouts of `Experts`' gate_up and down where each expert's projections are published by themselves."""
-    gate_up = tuple(
-        Piece(f"{theirs}.{e}.{name}_proj.weight", (intermediate, hidden), expert=e, start=start)
-        for e in range(count)
-        for name, start in (("gate", 0), ("up", intermediate))
-    )
-    return gate_up, tuple(Piece(f"{theirs}.{e}.down_proj.weight", (hidden, intermediate), expert=e) for e in range(count))
-
-
-@dataclass(frozen=True)
-class WeightTable:
-    """All parameters of a geometry.
-
-    carried  regexes of published names that are recognised, not used, and written back as they were (vision, MTP)
-    fp32     regexes of our names that are FP32 parameters
-    frozen   regexes of our names that get no gradient; the architecture's table says why
-    prefix   what a tensor's published name begins with inside a larger model, and what it begins with in the text model alone
-    """
-
-    entries: tuple[Entry, ...]
-    carried: tuple[str, ...]
-    fp32: tuple[str, ...] = ()
-    prefix: tuple[str, str] = ("", "")
-    frozen: tuple[str, ...] = ()
-
-    def is_carried(self, published: str) -> bool:
-        return any(re.fullmatch(pattern, published) for pattern in self.carried)
-
-    def is_fp32(self, ours: str) -> bool:
-        return any(re.fullmatch(pattern, ours) for pattern in self.fp32)
-
-    def is_frozen(self, ours: str) -> bool:
-        return any(re.fullmatch(pattern, ours) for pattern in self.frozen)
-
-    @cached_property
-    def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:
-        """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
-        return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}
-
-    def pieces(self) -> Iterator[tuple[Entry, Piece]]:
-        """The default layout of every parameter, aliases left out."""
-        return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
-
-    def canonical(self, published: str) -> str:
-        """A tensor's name in the content hash: that of the text model alone, so equal weights have equal hashes in either."""
-        inside, alone = self.prefix
-        return alone + published.removeprefix(inside) if published.startswith(inside) else published
-
-
-class Places:
-    """Where published tensors go, asked for one after another.
-
-    ValueError for a name that comes twice, and for a second layout of a parameter: the order would decide which one stays.
-    """
-
-    def __init__(self, table: WeightTable) -> None:
-        self._known = table.known
-        self._seen: set[str] = set()
-        self._chosen: dict[str, tuple[tuple[Piece, ...], str]] = {}
-
-    def find(self, name: str) -> tuple[Entry, Piece] | None:
-        """None for a name that is no parameter's."""
-        if name not in self._known:
-            return None
-        if name in self._seen:
-            raise ValueError(f"{name} is given twice")
-        self._seen.add(name)
-        entry, layout, piece = self._known[name]
-        if not entry.optional_alias:
-            chosen, first = self._chosen.setdefault(entry.ours, (layout, name))
-            if chosen is not layout:
-                raise ValueError(f"{first} and {name} are two layouts of one parameter, only one of them may be given")
-        return entry, piece
 
 
 @dataclass(frozen=True)
@@ -253,7 +121,8 @@ class Checkpoint:
     def match(self, table: WeightTable) -> Match:
         """Finds every parameter's layout by names and shapes. ValueError naming what is missing, unknown or wrong-shaped."""
         stored = self.tensors
-        codes = [name for name, tensor in stored.items() if DTYPES[tensor.dtype].itemsize == 1 and name in table.known]
+        small = [name for name, tensor in stored.items() if DTYPES[tensor.dtype].itemsize == 1 and name in table.known]
+        codes = [name for name in small if table.known[name][0].codec is None]
         if codes:
             raise ValueError(
                 f"{self.folder}: {len(codes)} tensors are FP8 or other codes of one byte, which no program reads: {some(codes)}; load "
@@ -280,11 +149,11 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: " + "; ".join(f"{len(n)} tensors {what}: {some(n)}" for n, what in faults if n) + hint)
         return Match(places, tuple(name for name in rest if name not in unknown))
 
-    def main_dtype(self, match: Match, table: WeightTable) -> torch.dtype:
-        """The stored dtype of the most elements, FP32 entries left out."""
+    def main_dtype(self, match: Match) -> torch.dtype:
+        """The stored dtype of the most elements, entries of a dtype of their own left out."""
         stored, elements = self.tensors, Counter[str]()
         for name, (entry, _) in match.places.items():
-            if not table.is_fp32(entry.ours):
+            if not entry.fixed:
                 elements[stored[name].dtype] += stored[name].nbytes // DTYPES[stored[name].dtype].itemsize
         return DTYPES[elements.most_common(1)[0][0]]
 
@@ -295,15 +164,16 @@ def check_shard_bytes(shard_bytes: int) -> None:
         raise ValueError(f"shard_bytes must be an integer of at least 1, not {shown(shard_bytes)}")
 
 
-def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, table: WeightTable, convert: bool) -> None:
+def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, convert: bool) -> None:
     """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one
     rounding."""
     parameters, stored = _parameters(module), checkpoint.tensors
     floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
     wrong, helps = [], True
     for name, (entry, _) in match.places.items():
-        have, want = DTYPES[stored[name].dtype], parameters[entry.ours].dtype
-        allowed = {want} | (floats if convert or table.is_fp32(entry.ours) else set())
+        have = DTYPES[stored[name].dtype]
+        want = entry.stored(parameters[entry.ours].dtype)
+        allowed = {want} | (floats if want in floats and (convert or entry.widens) else set())
         if have not in allowed:
             wrong.append(f"{name} is {stored[name].dtype} where the program needs {NAMES[want]}")
             helps &= have in floats
@@ -328,7 +198,7 @@ def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
         view.copy_(stored.read())
         check_finite(stored.name, view)
     for stored, entry, piece in aliases:
-        check_alias(stored.name, stored.read(), piece.of(parameters[entry.ours]), entry.ours)
+        check_alias(stored.name, stored.read(), entry.publish(piece.of(parameters[entry.ours])), entry.ours)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -356,11 +226,16 @@ def save(
     parameters = _parameters(module)
     if source is None:
         places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
-        specs = [(name, parameters[entry.ours].dtype, piece.shape) for name, (entry, piece) in places.items()]
+        specs = [(name, entry.stored(parameters[entry.ours].dtype), piece.shape) for name, (entry, piece) in places.items()]
+
+        def published(name: str) -> Tensor:
+            entry, piece = places[name]
+            return entry.publish(piece.of(parameters[entry.ours]))
+
         with fresh_folder(path) as folder:
             fields = _with_dtype(config, [dtype for _, dtype, _ in specs])
             (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-            write_shards(folder, specs, lambda name: places[name][1].of(parameters[places[name][0].ours]), shard_bytes)
+            write_shards(folder, specs, published, shard_bytes)
         return
     match = source.match(table)
     stored = source.tensors
@@ -372,14 +247,13 @@ def save(
         if name not in match.places:
             return stored[name].read()
         entry, piece = match.places[name]
-        ours = piece.of(parameters[entry.ours])
-        return ours.to(dtypes[name])
+        return entry.publish(piece.of(parameters[entry.ours])).to(dtypes[name])
 
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
     for name, (entry, piece) in match.places.items():
-        ours = piece.of(parameters[entry.ours])
+        ours = entry.publish(piece.of(parameters[entry.ours]))
         # an FP32 parameter that was stored narrower goes back narrower only while that loses nothing
-        if not (table.is_fp32(entry.ours) and torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours)):
+        if not (entry.widens and torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours)):
             dtypes[name] = ours.dtype
     with fresh_folder(path) as folder:
         for name, file in source.files.items():

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from zoo.common.recipe import Draw, usual_recipe
 
 if TYPE_CHECKING:
-    from zoo.common.checkpoint import WeightTable
     from zoo.common.serving import ForServing
     from zoo.common.training import ForRL
     from zoo.common.walk import CausalModel
+    from zoo.common.weights import WeightTable
 
 
 def _none(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:

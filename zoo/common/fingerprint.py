@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import layers, qualification
-from zoo.common.checkpoint import Entry, Piece, WeightTable
 from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import head_shapes
 from zoo.common.program import Program
 from zoo.common.reading import shown
+from zoo.common.weights import Entry, Piece, WeightTable
 
 PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
 
@@ -89,7 +89,7 @@ def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     sums = []
     for (ours, stacked, start, shape), members in groups.items():
-        parameter = parameters[ours]
+        parameter = members[0][0].publish(parameters[ours])
         rows_XR = parameter[:, start : start + shape[0]] if stacked else parameter[None, start : start + shape[0]]
         if stacked and [piece.expert for _, piece in members] != list(range(parameter.shape[0])):
             rows_XR = rows_XR[torch.tensor([piece.expert for _, piece in members], device=rows_XR.device)]

@@ -6,6 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import checkpoint as files
-from zoo.common.checkpoint import Checkpoint, Entry, Piece, Places, WeightTable
+from zoo.common.checkpoint import Checkpoint
 from zoo.common.config import config_lines
 from zoo.common.ends import end_tokens, read_generation
 from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
@@ -23,6 +24,7 @@ from zoo.common.ops import table_hash
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
+from zoo.common.weights import Entry, Piece, Places, WeightTable
 
 if TYPE_CHECKING:
     from zoo.common.family import Family
@@ -86,9 +88,9 @@ class Pretrained(nn.Module):
         Likewise if PyTorch may round the FP32 operands of a CPU's products.
         """
         if self._places is None:  # where parameters live, found once: decode asks before every token
-            table = self.table_of()
+            entries = self.table_of().parameters
             self._places = [
-                (full, module._parameters, name, torch.float32 if table.is_fp32(full) else self.program.torch_dtype)
+                (full, module._parameters, name, entries[full].held(self.program.torch_dtype))
                 for path, module in self.named_modules()
                 for name in module._parameters
                 for full in [f"{path}.{name}".removeprefix(".")]
@@ -131,9 +133,9 @@ class Pretrained(nn.Module):
         match = source.match(table)
         ends = end_tokens(config, read_generation(source.folder))
         where = _device(device)
-        chosen = resolve(program, where, dtype or source.main_dtype(match, table), cls.family.contributors)
+        chosen = resolve(program, where, dtype or source.main_dtype(match), cls.family.contributors)
         module = cls._on_meta(config, chosen)
-        files.check_dtypes(source, match, module, table, convert=dtype is not None)
+        files.check_dtypes(source, match, module, convert=dtype is not None)
         module._allocate(where)
         files.fill(module, source, match)
         module._source = source
@@ -219,8 +221,9 @@ class Pretrained(nn.Module):
             entry, piece = found
             view = piece.of(parameters[entry.ours])
             check_dense(name, tensor)
-            if tuple(tensor.shape) != piece.shape or tensor.dtype != view.dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {view.dtype} {list(piece.shape)}")
+            wanted = entry.stored(view.dtype)
+            if tuple(tensor.shape) != piece.shape or tensor.dtype != wanted:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {wanted} {list(piece.shape)}")
             files.check_finite(name, tensor)
             itself = (tensor.data_ptr(), tensor.stride()) == (view.data_ptr(), view.stride())
             if tensor.untyped_storage().data_ptr() in ours and not itself:
@@ -234,18 +237,20 @@ class Pretrained(nn.Module):
                 "the iterator of weights has no tensor left: it may have served another update (`published_tensors()` gives a fresh one)"
             )
         for name, tensor, entry, piece in aliases:
-            fresh = [source for view, source in writes.values() if view.data_ptr() == piece.of(parameters[entry.ours]).data_ptr()]
-            files.check_alias(name, tensor, fresh[0] if fresh else piece.of(parameters[entry.ours]), entry.ours)
+            tied = piece.of(parameters[entry.ours])
+            fresh = [source for view, source in writes.values() if view.data_ptr() == tied.data_ptr()]
+            files.check_alias(name, tensor, fresh[0] if fresh else entry.publish(tied), entry.ours)
         return list(writes.values())
 
     def published_tensors(self, *, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(published name, view of a parameter) for every weight: what `load_weights` and an engine's `update_weights` take.
+        """(published name, tensor) for every weight: what `load_weights` and an engine's `update_weights` take.
 
-        Without `aliases` a tied weight comes once, as SGLang wants it.
+        A tensor is a view of its parameter, or of a master what is published of it. Without `aliases` a tied weight comes once, as
+        SGLang wants it.
         """
         parameters = self._whole()
         pieces = ((entry, piece) for entry, piece in self.table_of().pieces() if aliases or not entry.optional_alias)
-        return ((piece.published, piece.of(parameters[entry.ours]).detach()) for entry, piece in pieces)
+        return ((piece.published, entry.publish(piece.of(parameters[entry.ours]).detach())) for entry, piece in pieces)
 
     def weights_changed(self) -> None:
         """Forgets the cached content hash of frozen weights, after a write that torch doesn't count: through `.data`, a CUDA
@@ -299,9 +304,9 @@ class Pretrained(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         self.to_empty(device=device)
-        table = self.table_of()
+        entries = self.table_of().parameters
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.trainable and not table.is_frozen(name))
+            parameter.requires_grad_(self.trainable and entries[name].trainable)
         self.reset_buffers(device)
 
 
@@ -343,7 +348,15 @@ def draw_piece(
     entry: Entry,
     how: Callable[[str, tuple[int, ...], bool], Draw] = usual_recipe,
 ) -> Tensor:
-    """Fills the place of one published tensor from (seed, published name)."""
+    """Fills the place of one published tensor from (seed, published name); codes and scales from the values that they are of."""
+    owner = next((other for other in table.entries if entry.ours in other.beside), entry)
+    if owner.codec is not None and owner.beside:
+        whole = owner.layouts[0][entry.layouts[0].index(piece)]
+        values = torch.empty(whole.shape, dtype=torch.float32, device=out.device)
+        plain = replace(owner, codec=None, beside=())
+        stored = owner.codec.encode(draw_piece(whole, values, seed, table, plain, how))
+        with torch.no_grad():
+            return out.copy_(stored[(owner.ours, *owner.beside).index(entry.ours)])
     tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)
     draw = how(piece.published, piece.shape, tied)
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
-from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
-from zoo.common.recipe import Draw, usual_recipe
-from zoo.glm5.config import GLMConfig
+import torch
 
-FP32 = (r".*\.mlp\.route\.bias",)
-# published without a gradient: the choice of tokens and of experts has none, and transformers trains neither
-FROZEN = (r".*\.attention\.indexer\..*", r".*\.mlp\.route\.bias")
+from zoo.common.recipe import Draw, usual_recipe
+from zoo.common.weights import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.glm5.config import GLMConfig
 
 
 @functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
@@ -34,7 +33,7 @@ def table(config: GLMConfig) -> WeightTable:
             *(_mixture(config, layer) if sparse else gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.intermediate)),
         ]
     carried = tuple(rf"model\.layers\.{config.layers + i}\..*" for i in range(config.mtp_layers))
-    return WeightTable(tuple(entries), carried=carried, fp32=FP32, frozen=FROZEN)
+    return WeightTable(tuple(entries), carried=carried)
 
 
 def _attention(config: GLMConfig, layer: str) -> list[Entry]:
@@ -53,12 +52,13 @@ def _attention(config: GLMConfig, layer: str) -> list[Entry]:
 def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
     ours, theirs = f"{layer}.attention.indexer", f"{layer}.self_attn.indexer"
     key_weights = [(f"{theirs}.wk.weight", config.index_dim), (f"{theirs}.weights_proj.weight", config.index_heads)]
-    return [
+    entries = [
         single(f"{ours}.query.weight", f"{theirs}.wq_b.weight", (config.index_heads * config.index_dim, config.query_rank)),
         stacked_rows(f"{ours}.key_weights.weight", config.hidden, key_weights),
         single(f"{ours}.norm.weight", f"{theirs}.k_norm.weight", (config.index_dim,)),
         single(f"{ours}.norm.bias", f"{theirs}.k_norm.bias", (config.index_dim,)),
     ]
+    return [replace(entry, trainable=False) for entry in entries]  # the choice of tokens has no gradient, transformers trains none either
 
 
 def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
@@ -66,7 +66,8 @@ def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
     gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_intermediate)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (count, hidden)),
-        single(f"{mlp}.route.bias", f"{mlp}.gate.e_score_correction_bias", (count,)),
+        # published without a gradient: the choice of experts has none
+        single(f"{mlp}.route.bias", f"{mlp}.gate.e_score_correction_bias", (count,), dtype=torch.float32, trainable=False),
         Entry(f"{mlp}.experts.gate_up", (gate_up,)),
         Entry(f"{mlp}.experts.down", (down,)),
         *gated_mlp(f"{mlp}.shared", f"{mlp}.shared_experts", hidden, config.shared_intermediate),

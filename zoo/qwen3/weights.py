@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.checkpoint import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.weights import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3.config import Qwen3Config
 
 

@@ -7,13 +7,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from zoo.common.checkpoint import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+import torch
+
 from zoo.common.recipe import Draw, usual_recipe
+from zoo.common.weights import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
 CARRIED = (r"model\.visual\..*", r"mtp\..*")
-FP32 = (r".*\.mixer\.(gate\.a_log|gate\.dt_bias|norm\.weight)",)
 WRAPPED, ALONE = "model.language_model", "model"
 
 
@@ -26,7 +27,7 @@ def table(config: Qwen35Config) -> WeightTable:
         entry if entry == other else replace(entry, layouts=entry.layouts + other.layouts)
         for entry, other in zip(_entries(config, first), _entries(config, second), strict=True)
     )
-    return WeightTable(entries, carried=CARRIED, fp32=FP32, prefix=(f"{WRAPPED}.", f"{ALONE}."))
+    return WeightTable(entries, carried=CARRIED, prefix=(f"{WRAPPED}.", f"{ALONE}."))
 
 
 def _entries(config: Qwen35Config, root: str) -> list[Entry]:
@@ -72,9 +73,9 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     return [
         stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r) for n, r in parts]),
         single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH)),
-        single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,)),
-        single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,)),
-        single(f"{ours}.norm.weight", f"{theirs}.norm.weight", (config.value_dim,)),
+        single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,), dtype=torch.float32),
+        single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,), dtype=torch.float32),
+        single(f"{ours}.norm.weight", f"{theirs}.norm.weight", (config.value_dim,), dtype=torch.float32),
         single(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values)),
     ]
 

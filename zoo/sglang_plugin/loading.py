@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import Places, WeightTable
 from zoo.common.serving import ForServing
+from zoo.common.weights import Places, WeightTable
 
 LOAD_BYTES = 1 << 30  # published tensors on the device at once while a checkpoint streams in
 
@@ -56,7 +56,8 @@ def _pieces(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
     A tied parameter and its alias come last, together: one is compared with the other.
     """
     device, table = next(zoo.parameters()).device, zoo.table_of()
-    fp32 = {p.published for entry in table.entries if table.is_fp32(entry.ours) for layout in entry.layouts for p in layout}
+    wide = [entry for entry in table.entries if entry.stored(torch.bfloat16) is torch.float32]
+    fp32 = {p.published for entry in wide for layout in entry.layouts for p in layout}
     tied = {entry.ours for entry in table.entries if entry.optional_alias}
     together = {p.published for entry in table.entries if entry.ours in tied for layout in entry.layouts for p in layout}
 

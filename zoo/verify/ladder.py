@@ -217,7 +217,7 @@ class Ladder:
         trainer.gradient_checkpointing = before
         out, table = {}, trainer.table_of()
         for name, parameter in trainer.named_parameters():
-            if table.is_frozen(name):
+            if not table.parameters[name].trainable:
                 continue
             assert parameter.grad is not None, f"{name} has no gradient"
             out[name], parameter.grad = parameter.grad, None

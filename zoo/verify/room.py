@@ -21,7 +21,7 @@ def needed(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, .
         trainer = made(config, resolve("aligned", device, torch.bfloat16, made.family.contributors))
     table = trainer.table_of()
     weights = sum(p.nbytes for p in trainer.parameters())
-    gradients = sum(p.nbytes for name, p in trainer.named_parameters() if not table.is_frozen(name))
+    gradients = sum(p.nbytes for name, p in trainer.named_parameters() if table.parameters[name].trainable)
     both, once = "the weights of trainer and server", 2 * weights
     held = {3: (once, both)}
     # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie

@@ -522,9 +522,9 @@ class Engine:
             raise ValueError(f"{path} is of another geometry: {', '.join(other)}")
         table = self.model.table_of()
         match = source.match(table)
-        check_dtypes(source, match, self.model, table, convert=dtype is not None)
+        check_dtypes(source, match, self.model, convert=dtype is not None)
         kinds, stored = {name: p.dtype for name, p in self.model.named_parameters()}, source.tensors
-        return [(name, stored[name].read().to(kinds[entry.ours])) for name, (entry, _) in match.places.items()]
+        return [(name, stored[name].read().to(entry.stored(kinds[entry.ours]))) for name, (entry, _) in match.places.items()]
 
     def _default_sizes(self, page_size: int | None, max_batch: int) -> tuple[int, int]:
         """Pages, and how many of `max_batch` requests may hold memory, by default.

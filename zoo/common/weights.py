@@ -1,0 +1,233 @@
+"""The weight table of an architecture: which published tensors make which parameter, of what dtype, cut how, stored how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zoo.common.codecs import BlockScaled, Codec
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a layout share a published tensor: along `axis`, in runs of whole units, the same number to each.
+
+    unit      elements that stay together: the rows of a head
+    sections  lengths of parts that are shared by themselves, for a tensor that is several stacked ones; none: it is one
+    """
+
+    axis: int = 0
+    unit: int = 1
+    sections: tuple[int, ...] = ()
+
+    def ranges(self, length: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """[begin, end) of each section that a rank has. ValueError if units don't divide among the ranks, or sections don't add up."""
+        parts = self.sections or (length,)
+        if sum(parts) != length:
+            raise ValueError(f"sections {list(parts)} make {sum(parts)}, the tensor has {length}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"there is no rank {rank} of {ranks}")
+        found = []
+        start = 0
+        for part in parts:
+            if part % (self.unit * ranks):
+                raise ValueError(f"{part} in units of {self.unit} can't be shared by {ranks} ranks")
+            share = part // ranks
+            found.append((start + rank * share, start + (rank + 1) * share))
+            start += part
+        return found
+
+    def share(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+        """A rank's slice of a published tensor: its part of each section, in their order."""
+        runs = self.ranges(tensor.shape[self.axis], rank, ranks)
+        slices = [tensor.narrow(self.axis, begin, end - begin) for begin, end in runs]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One published tensor and its place inside one of our parameters.
+
+    expert  index on our parameter's leading dimension, if it stacks experts
+    start   first row that it fills: param[start : start + shape[0]], or the same inside param[expert]
+    cut     how ranks share it; None: each has the whole
+    """
+
+    published: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    start: int = 0
+    cut: Cut | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows that it fills, for what addresses a part of a fused parameter."""
+        return slice(self.start, self.start + self.shape[0])
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of our parameter that this published tensor is."""
+        inside = parameter if self.expert is None else parameter[self.expert]
+        return inside[self.rows]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours.
+
+    ours            its name in module.state_dict()
+    layouts         alternatives as published checkpoints have them; the first is what save writes by default
+    optional_alias  may be absent; when present its bytes must equal those of the parameter (lm_head of a tied model)
+    dtype           of the parameter in every program; None: the program's. FP32 may be stored narrower, which widens exactly
+    trainable       whether it gets a gradient; the architecture's table says why not
+    codec           what lies between its values and what is stored; None: it is stored as it is
+    beside          parameters that hold what the codec stores beside this one's codes: scales
+    """
+
+    ours: str
+    layouts: tuple[tuple[Piece, ...], ...]
+    optional_alias: bool = False
+    dtype: torch.dtype | None = None
+    trainable: bool = True
+    codec: Codec | None = None
+    beside: tuple[str, ...] = ()
+
+    def held(self, usual: torch.dtype) -> torch.dtype:
+        """The parameter's dtype in a program whose own is `usual`."""
+        if self.codec is not None:
+            return self.codec.held
+        return usual if self.dtype is None else self.dtype
+
+    def stored(self, usual: torch.dtype) -> torch.dtype:
+        """What it is published in."""
+        return self.held(usual) if self.codec is None else self.codec.stored
+
+    @property
+    def widens(self) -> bool:
+        """Whether a checkpoint may have it narrower."""
+        return self.held(torch.float64) is torch.float32
+
+    @property
+    def fixed(self) -> bool:
+        """Whether its dtype in a checkpoint tells nothing of the program's."""
+        return self.dtype is not None or (self.codec is not None and self.codec.held == self.codec.stored)
+
+    def publish(self, view: Tensor) -> Tensor:
+        """What is published of a part of the parameter: the part itself, unless a codec holds more than it stores."""
+        if self.codec is None or self.codec.held == self.codec.stored:
+            return view
+        return self.codec.encode(view)[0]
+
+
+def single(
+    ours: str,
+    published: str,
+    shape: tuple[int, ...],
+    *,
+    optional_alias: bool = False,
+    dtype: torch.dtype | None = None,
+    trainable: bool = True,
+) -> Entry:
+    """One parameter that is one published tensor of `shape`."""
+    return Entry(ours, ((Piece(published, shape),),), optional_alias, dtype, trainable)
+
+
+def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int]]) -> Entry:
+    """Published projections of one input, (name, rows) each of `columns` columns, stacked by rows in the order given."""
+    pieces, start = [], 0
+    for published, rows in parts:
+        pieces.append(Piece(published, (rows, columns), start=start))
+        start += rows
+    return Entry(ours, (tuple(pieces),))
+
+
+def block_scaled(ours: str, published: str, shape: tuple[int, ...], codec: BlockScaled, scales: str = "_scale_inv") -> list[Entry]:
+    """A weight of FP8 codes, and its scales under both names with `scales` behind them. Neither is trained."""
+    beside = f"{ours}{scales}"
+    return [
+        Entry(ours, ((Piece(published, shape),),), trainable=False, codec=codec, beside=(beside,)),
+        Entry(beside, ((Piece(f"{published}{scales}", codec.scales(shape)),),), dtype=torch.float32, trainable=False),
+    ]
+
+
+def gated_mlp(ours: str, theirs: str, hidden: int, intermediate: int) -> list[Entry]:
+    """The parameters of a `GatedMLP`: gate over up, and down."""
+    return [
+        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", intermediate) for n in ("gate", "up")]),
+        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, intermediate)),
+    ]
+
+
+def separate_experts(theirs: str, count: int, hidden: int, intermediate: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The layouts of `Experts`' gate_up and down where each expert's projections are published by themselves."""
+    gate_up = tuple(
+        Piece(f"{theirs}.{e}.{name}_proj.weight", (intermediate, hidden), expert=e, start=start)
+        for e in range(count)
+        for name, start in (("gate", 0), ("up", intermediate))
+    )
+    return gate_up, tuple(Piece(f"{theirs}.{e}.down_proj.weight", (hidden, intermediate), expert=e) for e in range(count))
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """All parameters of a geometry.
+
+    carried  regexes of published names that are recognised, not used, and written back as they were (vision, MTP)
+    prefix   what a tensor's published name begins with inside a larger model, and what it begins with in the text model alone
+    """
+
+    entries: tuple[Entry, ...]
+    carried: tuple[str, ...]
+    prefix: tuple[str, str] = ("", "")
+
+    def is_carried(self, published: str) -> bool:
+        return any(re.fullmatch(pattern, published) for pattern in self.carried)
+
+    @cached_property
+    def parameters(self) -> dict[str, Entry]:
+        """Every parameter's entry by our name, aliases left out. Not to be changed."""
+        return {entry.ours: entry for entry in self.entries if not entry.optional_alias}
+
+    @cached_property
+    def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:
+        """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
+        return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}
+
+    def pieces(self) -> Iterator[tuple[Entry, Piece]]:
+        """The default layout of every parameter, aliases left out."""
+        return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
+
+    def canonical(self, published: str) -> str:
+        """A tensor's name in the content hash: that of the text model alone, so equal weights have equal hashes in either."""
+        inside, alone = self.prefix
+        return alone + published.removeprefix(inside) if published.startswith(inside) else published
+
+
+class Places:
+    """Where published tensors go, asked for one after another.
+
+    ValueError for a name that comes twice, and for a second layout of a parameter: the order would decide which one stays.
+    """
+
+    def __init__(self, table: WeightTable) -> None:
+        self._known = table.known
+        self._seen: set[str] = set()
+        self._chosen: dict[str, tuple[tuple[Piece, ...], str]] = {}
+
+    def find(self, name: str) -> tuple[Entry, Piece] | None:
+        """None for a name that is no parameter's."""
+        if name not in self._known:
+            return None
+        if name in self._seen:
+            raise ValueError(f"{name} is given twice")
+        self._seen.add(name)
+        entry, layout, piece = self._known[name]
+        if not entry.optional_alias:
+            chosen, first = self._chosen.setdefault(entry.ours, (layout, name))
+            if chosen is not layout:
+                raise ValueError(f"{first} and {name} are two layouts of one parameter, only one of them may be given")
+        return entry, piece
