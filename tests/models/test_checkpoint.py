@@ -422,6 +422,8 @@ def test_alias_of_a_tied_model(equal: bool, tmp_path: Path) -> None:
 
 class ToyConfig:
     model_type = "toy"
+    vocabulary = 1
+    eos: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> ToyConfig:
