@@ -4,7 +4,7 @@
   python -m benchmarks.triton_product --dump FOLDER   also writes ttgir, llir, ptx and sass of the kernels that came out wrong
 
 A row: the kernel and how it is launched, its elements further from float64 than any rounding explains, the `wgmma` in its machine code,
-and those whose descriptor is none (`benchmarks.wgmma`). `_outputs` is gated_delta's own kernel, at the columns that it may hold at once.
+and those whose descriptor is none (`benchmarks.wgmma`). `chunk_outputs` is gated_delta's own kernel, at the columns that it may hold at once.
 What came out wrong is compiled again at lower optimisation and by the other assembler that Triton's wheel carries.
 """
 
@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks import wgmma
-from zoo.common.ops.gated_delta import kernels
+from zoo.common.ops.gated_delta import kernels_chunks
 
 PROGRAMS = 6
 LOWERED = 4  # kernels that came out wrong, compiled again at lower optimisation
@@ -79,7 +79,7 @@ class Case:
     keys: int = 64
     columns: int = 32
     rows: int = 64
-    block: int | None = None  # gated_delta's `_outputs`, so many of `columns` at once
+    block: int | None = None  # gated_delta's `chunk_outputs`, so many of `columns` at once
     dtype: torch.dtype = torch.bfloat16
     warps: int = 4
     stages: int = 1
@@ -104,9 +104,9 @@ class Case:
 def cases() -> Iterator[Case]:
     """The old form first, then the smallest kernel that comes out wrong, then what is changed in it one by one."""
     for keys, columns, block in ((128, 128, 32), (128, 128, 64), (64, 64, 64), (64, 64, 32), (64, 64, 16), (128, 32, 32), (32, 64, 32)):
-        yield Case("_outputs", keys, columns, block=block)
-    yield Case("_outputs", 128, 128, block=64, warps=8)
-    yield Case("_outputs", 128, 128, block=32, warps=8)
+        yield Case("chunk_outputs", keys, columns, block=block)
+    yield Case("chunk_outputs", 128, 128, block=64, warps=8)
+    yield Case("chunk_outputs", 128, 128, block=32, warps=8)
     for keys in (32, 64, 128, 256):
         for columns in (16, 32, 64, 128):
             yield Case("beside q k^T", keys, columns)
@@ -148,9 +148,9 @@ class Found:
 
 def compiled(case: Case) -> Any:
     """For an H200, without a GPU."""
-    kernel = _product if case.block is None else kernels._outputs
+    kernel = _product if case.block is None else kernels_chunks.chunk_outputs
     dtype = f"*{NAMES[case.dtype]}"
-    types = {name: dtype for name in ("q_ptr", "k_ptr", "b_ptr", "u_ptr", "image_ptr")}
+    types = {name: dtype for name in ("q_ptr", "k_ptr", "b_ptr", "u_ptr", "rounded_ptr")}
     types |= {"out_ptr": dtype, "s_ptr": "*fp32", "o_ptr": "*fp32", "decay_ptr": "*fp32", "scale": "fp32"}
     types |= {"chunk_ptr": "*i32", "slot_ptr": "*i32", "k_cache_ptr": "*i32", "q_stride": "i32", "k_stride": "i32", "heads": "i32"}
     names = kernel.arg_names
@@ -184,7 +184,7 @@ def run(case: Case) -> tuple[Any, Tensor, Tensor, Tensor]:
         found = torch.empty(PROGRAMS, case.rows, case.columns, dtype=case.dtype, device="cuda")
         first = torch.arange(PROGRAMS, device="cuda") * case.rows
         chunk = torch.stack([first, torch.zeros_like(first), torch.full_like(first, case.rows), torch.zeros_like(first)], 1).int()
-        handle = kernels._outputs[(PROGRAMS, 1)](
+        handle = kernels_chunks.chunk_outputs[(PROGRAMS, 1)](
             q, k, chunk, chunk, chunk, decay, u, b, found, case.keys, case.keys, 1, 1.0, **case.constants, **launch(case)
         )
         fade = (decay.double()[:, :, None] - decay.double()[:, None, :]).tril().exp().tril()
@@ -263,8 +263,8 @@ def main() -> None:
     chosen = list(cases())
     if args.only_old_form:
         chosen = [
-            Case("_outputs", 128, 128, block=32),
-            Case("_outputs", 64, 64, block=32),
+            Case("chunk_outputs", 128, 128, block=32),
+            Case("chunk_outputs", 64, 64, block=32),
             Case("beside q k^T"),
             Case("beside q k^T", 256, 128),
         ]

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward  # noqa: E402
+from zoo.common.ops.gated_delta import backward, cases, kernels, kernels_backward, kernels_chunks  # noqa: E402
 from zoo.common.ops.gated_delta.cases import OPERANDS, packed_rows  # noqa: E402
 from zoo.testing import Args  # noqa: E402
 
@@ -189,12 +189,13 @@ def test_the_states_are_the_forwards() -> None:
     rows = packed_rows(args)
     chunk, _ = kernels.plan(rows)
     out = kernels.gated_delta(q, k, v, log_decay, beta, initial, rows)[0]
-    *_, decay, u, image, _ = kernels.states(k, v, log_decay, beta, initial, None, rows)
+    *_, decay, u, rounded, _ = kernels.states(k, v, log_decay, beta, initial, None, rows)
 
     def outputs() -> Tensor:
         made, sizes = torch.empty_like(out), {"REPEAT": 2, "K": 16, "E": 16, "BLOCK": 16, "CACHED": False}
         strides = (q.stride(0), k.stride(0))
-        kernels._outputs[(chunk.shape[0], 2, 1)](q, k, chunk, chunk, chunk, decay, u, image, made, *strides, 2, 0.25, **sizes)
+        operands = (q, k, chunk, chunk, chunk, decay, u, rounded, made, *strides, 2, 0.25)
+        kernels_chunks.chunk_outputs[(chunk.shape[0], 2, 1)](*operands, **sizes)
         return made
 
     assert torch.equal(outputs(), out)

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from zoo.common.memory import DeltaSlots
 from zoo.common.ops.cases import trial
-from zoo.common.ops.gated_delta import cases, kernels, kernels_backward, reference, rival_tokens
+from zoo.common.ops.gated_delta import cases, kernels, kernels_backward, kernels_chunks, reference, rival_tokens
 from zoo.common.ops.gated_delta.cases import OPERANDS, SlotPlace, packed_rows, push
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
@@ -106,7 +106,7 @@ def test_inverse_is_chains_of_fmas(monkeypatch: pytest.MonkeyPatch) -> None:
     upper = np.where(np.tri(64, k=-1), 0, np.nan).astype(np.float32)  # never read
     tile = torch.from_numpy(np.float32(0) - a + upper)
     before, chunk = tile.numpy().copy(), torch.tensor([[0, 0, high, 0] for high in highs], dtype=torch.int32)
-    kernels._invert[(5, 1)](tile, chunk, 1, ROWS=kernels.INVERT_ROWS)
+    kernels_chunks.invert_triangle[(5, 1)](tile, chunk, 1, ROWS=kernels.INVERT_ROWS)
     for got, mine, high, was in zip(tile.numpy(), a, highs, before, strict=True):
         wanted = chains(mine, high)[:high]
         nan = np.isnan(wanted)

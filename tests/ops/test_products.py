@@ -128,10 +128,10 @@ def test_every_tile_is_held(launches: Launches) -> None:
     assert found - table == {(64, 128, 64, 4, 3)}, "the backward's own for few rows"
     assert table <= found
     for width in (16, 32, 64, 128):
-        scans = {given for name, given in launches if name == "_scan" and dict(given)["K"] == width}
+        scans = {given for name, given in launches if name == "scan_states" and dict(given)["K"] == width}
         wanted = {(min(block, width), warps, stages) for _, block, warps, stages in gated_delta.SCAN_SHAPES}
         assert {tuple(dict(given)[name] for name in ("BLOCK", "num_warps", "num_stages")) for given in scans} == wanted
-        steps = {given for name, given in launches if name == "_step" and dict(given)["K"] == width}
+        steps = {given for name, given in launches if name == "decode_row" and dict(given)["K"] == width}
         wanted = {(min(block, width), warps, stages) for _, block, warps, stages, _ in gated_delta.STEP_SHAPES}
         assert {tuple(dict(given)[name] for name in ("BLOCK", "num_warps", "STAGES")) for given in steps} == wanted
 
