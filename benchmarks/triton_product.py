@@ -4,8 +4,8 @@
   python -m benchmarks.triton_product --dump FOLDER   also writes ttgir, llir, ptx and sass of the kernels that came out wrong
 
 A row: the kernel and how it is launched, its elements further from float64 than any rounding explains, the `wgmma` in its machine code,
-and those whose descriptor is none (`benchmarks.wgmma`). `chunk_outputs` is gated_delta's own kernel, at the columns that it may hold at once.
-What came out wrong is compiled again at lower optimisation and by the other assembler that Triton's wheel carries.
+and those whose descriptor is none (`benchmarks.wgmma`). `chunk_outputs` is gated_delta's own kernel, at the columns that it may hold at
+once. What came out wrong is compiled again at lower optimisation and by the other assembler that Triton's wheel carries.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     args, plan = made([65], (16, 64)), ((62,), (1,), (1,), (1,))
     whole = pushed(args, plan, kernels.serve)
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
-    monkeypatch.setattr(kernels, "FOLD_HEADS", 1)
+    monkeypatch.setattr(kernels, "SUM_HEADS", 1)
     monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", 16)
     monkeypatch.setattr(kernels, "SCAN_SHAPES", ((1 << 62, 16, 4, 2),))
     torch.testing.assert_close(pushed(args, plan, kernels.serve), whole, **CLOSE)

@@ -151,7 +151,7 @@ def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, scan: list[
         return [*(t for found in out for t in found), memory.written(1, 200)]
 
     before = run()
-    monkeypatch.setattr(kernels, "FOLD_HEADS", 4)
+    monkeypatch.setattr(kernels, "SUM_HEADS", 4)
     monkeypatch.setattr(kernels, "OUTPUT_COLUMNS", columns)
     monkeypatch.setattr(kernels, "SCAN_SHAPES", ((1 << 62, *scan),))
     for after, wanted in zip(run(), before, strict=True):
