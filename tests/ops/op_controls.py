@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.history import KeyValues, TokenRows
+from zoo.common.ops.fp8_quantise import Codes, ScaleRule
 from zoo.common.ops.sample import sample, score_filtered
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -332,7 +333,25 @@ def by_head_count(q: Tensor, history: KeyValues, context: int, length: int) -> l
     return list(range(0, length, 8 * q.shape[1]))
 
 
+def quantised_by_batch(x: Tensor, rule: ScaleRule, *, program: Program) -> Codes:
+    """Row: one scale for the whole batch."""
+    codes, scales = ops.fp8_quantise(x, rule, program=program)
+    return Codes(codes, torch.full_like(scales, float(scales.nan_to_num(0).max())))
+
+
+def jittered_quantise(x: Tensor, rule: ScaleRule, *, program: Program) -> Codes:
+    codes, scales = ops.fp8_quantise(x, rule, program=program)
+    return Codes(codes, scales * (1 + 0.03 * torch.rand(())))
+
+
+def scales_of_the_first_block(x: Tensor, codes: Tensor, scales: Tensor, rule: ScaleRule, **named: Any) -> Tensor:
+    """Column: every block of rows takes the scales of the first, so a part that begins elsewhere differs from the whole."""
+    return ops.fp8_linear(x, codes, scales[:1].expand_as(scales).contiguous(), rule, **named)
+
+
 FAULTS: dict[tuple[str, str], list[Replace]] = {
+    ("fp8_quantise", "row"): [{"fp8_quantise": quantised_by_batch}],
+    ("fp8_linear", "column"): [{"fp8_linear": scales_of_the_first_block}],
     ("attention", "row"): [{"attention": tiled_attention(by_row_count)}],
     ("attention", "split"): [{"attention": tiled_attention(from_chunk_start)}],
     ("attention", "place"): [{"attention": tiled_attention(by_page)}, {"attention": tiled_attention(every(64), peeks=True)}],
@@ -380,4 +399,5 @@ for _name, _op in MAIN.items():
     FAULTS.setdefault((_name, "place"), [{_name: from_storage_start(_op)}])
     for _law in ("row", "column", "split", "shard"):  # an op with nothing finer: a scale over the whole call
         FAULTS.setdefault((_name, _law), [{_name: batch_scaled(_op)}])
+FAULTS["fp8_quantise", "repeat"] = [{"fp8_quantise": jittered_quantise}]
 FAULTS["select", "repeat"] = [{"select": jittered_select}]

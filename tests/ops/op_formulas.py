@@ -20,6 +20,7 @@ from zoo.common.ops.biased_route import reference as biased_route_reference
 from zoo.common.ops.combine import reference as combine_reference
 from zoo.common.ops.embed import reference as embed_reference
 from zoo.common.ops.experts import reference as experts_reference
+from zoo.common.ops.fp8_linear import reference as fp8_linear_reference
 from zoo.common.ops.head_linear import reference as head_linear_reference
 from zoo.common.ops.layer_norm import reference as layer_norm_reference
 from zoo.common.ops.linear import reference as linear_reference
@@ -103,6 +104,8 @@ def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Progr
 REFERENCES: dict[str, Op] = {
     "embed": lambda ids, weight, *, program: embed_reference.embed(ids, weight),
     "linear": _linear,
+    # straight through the quantiser of x
+    "fp8_linear": lambda x, codes, scales, rule, *, program, out_dtype=None: x @ fp8_linear_reference.dequantised(codes, scales, x.dtype).T,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "norm_rope": _norm_rope,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.ops.cases import Trial, cases_of
-from zoo.common.ops.contract import EITHER, FLOAT32, INTEGERS, PROGRAM, WIDE, checked, watch
+from zoo.common.ops.contract import EITHER, FLOAT32, FP8, INTEGERS, PROGRAM, WIDE, checked, watch
 from zoo.common.ops.log_prob.top import named_log_prob
 from zoo.common.program import resolve
 from zoo.common.row_sampling import RowSampling
@@ -21,7 +21,14 @@ from zoo.common.rows import Rows
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 # a dtype that each kind does not take
-OTHER = {PROGRAM: torch.float32, WIDE: torch.bfloat16, EITHER: torch.float64, FLOAT32: torch.bfloat16, INTEGERS: torch.float32}
+OTHER = {
+    PROGRAM: torch.float32,
+    WIDE: torch.bfloat16,
+    EITHER: torch.float64,
+    FLOAT32: torch.bfloat16,
+    INTEGERS: torch.float32,
+    FP8: torch.bfloat16,
+}
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 

@@ -36,6 +36,8 @@ ALIGNED_CUDA = {
     "experts": "fixed_k",
     "combine": "contributor_tree",
     "gated_delta": "chunk_replay",
+    "fp8_quantise": "nearest",
+    "fp8_linear": "deepgemm_fp8",
     "layer_norm": "pair_tree",
     "head_linear": "fixed_k",
     "biased_route": "fp32",

@@ -42,8 +42,9 @@ def described(error: BaseException) -> str:
 
 
 def promoted(args: Args) -> Args:
-    """The same numbers in float64; a rotation's table stays FP32, as its op asks."""
-    wide = {k: v for k, v in args.items() if isinstance(v, Tensor) and v.is_floating_point() and not k.startswith("table")}
+    """The same numbers in float64; a rotation's table stays FP32 and codes of a byte stay codes, as their ops ask."""
+    floats = {name: value for name, value in args.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    wide = {name: value for name, value in floats.items() if not name.startswith("table") and value.element_size() > 1}
     return {**args, **{name: value.double() for name, value in wide.items()}}
 
 

@@ -8,6 +8,8 @@ from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
 from zoo.common.ops.delta_gate import delta_gate
 from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
+from zoo.common.ops.fp8_linear import fp8_linear
+from zoo.common.ops.fp8_quantise import FP32_SCALES, POWERS_OF_TWO, Codes, ScaleRule, fp8_quantise
 from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
 from zoo.common.ops.gated_rms_norm import gated_rms_norm
 from zoo.common.ops.head_linear import head_linear
@@ -29,9 +31,13 @@ from zoo.common.ops.swiglu import swiglu
 
 __all__ = [
     "CONTRACTS",
+    "FP32_SCALES",
+    "POWERS_OF_TWO",
+    "Codes",
     "Contract",
     "Drawn",
     "Provider",
+    "ScaleRule",
     "TokenScores",
     "add_rms_norm",
     "attention",
@@ -42,6 +48,8 @@ __all__ = [
     "embed",
     "every_log_prob",
     "experts",
+    "fp8_linear",
+    "fp8_quantise",
     "gated_delta",
     "gated_delta_states",
     "gated_rms_norm",

@@ -28,7 +28,8 @@ WIDE = "float32, or the program's dtype if that is wider"
 EITHER = "the program's dtype, or float32"
 FLOAT32 = "float32"
 INTEGERS = "int32 or int64"
-READS = (PROGRAM, WIDE, EITHER, FLOAT32, INTEGERS)
+FP8 = "float8_e4m3fn"
+READS = (PROGRAM, WIDE, EITHER, FLOAT32, INTEGERS, FP8)
 
 
 def always(*_: int) -> bool:
@@ -186,6 +187,7 @@ def _reads(contract: Contract, parameters: Mapping[str, inspect.Parameter], dtyp
         EITHER: (dtype, wide),
         FLOAT32: (torch.float32,),
         INTEGERS: (torch.int64, torch.int32),
+        FP8: (torch.float8_e4m3fn,),
     }
     places = {name: place for place, name in enumerate(parameters)}
     split = ((*path.partition("."), kind) for path, kind in contract.reads.items())
