@@ -690,7 +690,7 @@ def test_make_tiny_asks_for_its_bytes_first(tmp_path: Path, monkeypatch: pytest.
     make_tiny("qwen3", tmp_path / "there")
     needed = sum(t.nbytes for path in (tmp_path / "there").glob("*.safetensors") for t in read_shard(path).tensors)
     for free, code in ((needed - 1, 2), (needed, 0)):
-        monkeypatch.setattr("zoo.common.files.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr("zoo.common.files.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=1 << 40))
         result = CliRunner().invoke(app, ["make-tiny", "qwen3", str(tmp_path / "deep" / "tiny")])
         assert result.exit_code == code
         assert not code or f"tiny needs {needed:,} bytes, {needed - 1:,} are free there" in result.output

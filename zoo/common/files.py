@@ -159,9 +159,9 @@ def check_folder(path: str | Path) -> Path:
 def check_space(path: str | Path, needed: int) -> None:
     """ValueError naming both numbers if a folder of so many bytes does not fit where `path` is."""
     target = check_fresh(path)
-    free = shutil.disk_usage(next(folder for folder in target.parents if folder.is_dir())).free
-    if needed > free:
-        raise ValueError(f"{path} needs {needed:,} bytes, {free:,} are free there")
+    disk = shutil.disk_usage(next(folder for folder in target.parents if folder.is_dir()))
+    if disk.total and needed > disk.free:  # some file systems say nothing of their size
+        raise ValueError(f"{path} needs {needed:,} bytes, {disk.free:,} are free there")
 
 
 def check_file(option: str, path: Path | None) -> None:
