@@ -175,7 +175,7 @@ GENERATE = ("generate", "--checkpoint", "CHECKPOINT", "--prompt")
         (("map", "qwen3", "--device", "tpu"), "--device 'tpu' must be cpu or cuda"),
         (("map", "qwen3", "--device", "cuda:99"), "no GPU here" if not torch.cuda.is_available() else "GPUs here"),
         (("map", "qwen3", "--device", "cpu:x"), "must be cpu, cuda or cuda:N"),
-        (("audit", "--json", "absent/x"), "its folder does not exist"),
+        (("lint", "--json", "absent/x"), "its folder does not exist"),
         ((*GENERATE, "x", "--json", "absent/x"), "error: --json absent/x: its folder does not exist"),
         ((*GENERATE, "x", "--json", "CHECKPOINT"), "error: --json CHECKPOINT is a folder, it must be a file"),
         ((*GENERATE, "x", "--revision", "main"), "is a local folder and has no revisions"),
