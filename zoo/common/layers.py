@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.program import Program
+from zoo.common.program import Program, split_k
 
 
 class Embedding(nn.Module):
@@ -31,6 +31,11 @@ class Linear(nn.Module):
 
     def forward(self, x_RK: Tensor) -> Tensor:
         return ops.linear(x_RK, self.weight, program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
+
+
+def logits(inputs: int, outputs: int, program: Program) -> Linear:
+    """A narrow Linear whose rows stay FP32: a router's, or a gate's."""
+    return Linear(inputs, outputs, program, out_dtype=torch.float32, k_parts=split_k(outputs, inputs))
 
 
 class RMSNorm(nn.Module):

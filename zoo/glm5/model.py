@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable, logits
 from zoo.common.memory import LatentMemory
+from zoo.common.ops.biased_route import Choice
 from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
 from zoo.common.walk import CausalModel
@@ -42,14 +43,16 @@ class LayerNorm(nn.Module):
 class Indexer(nn.Module):
     """Chooses the tokens that a row attends to. Frozen, and it carries no gradient: a choice has none."""
 
-    def __init__(self, config: GLMConfig, program: Program) -> None:
+    def __init__(self, hidden: int, query_rank: int, heads: int, width: int, top_k: int, program: Program) -> None:
         super().__init__()
-        self.heads, self.width, self.top_k, self.program = config.index_heads, config.index_dim, config.index_top_k, program
-        self.query = Linear(config.query_rank, self.heads * self.width, program)
+        self.heads = heads
+        self.width = width
+        self.top_k = top_k
+        self.program = program
+        self.query = Linear(query_rank, heads * width, program)
         # keys, then the heads' weights: two narrow projections of one input
-        outputs = self.width + self.heads
-        self.key_weights = Linear(config.hidden, outputs, program, k_parts=split_k(outputs, config.hidden))
-        self.norm = LayerNorm(self.width, program)
+        self.key_weights = Linear(hidden, width + heads, program, k_parts=split_k(width + heads, hidden))
+        self.norm = LayerNorm(width, program)
 
     @torch.no_grad()
     def forward(self, x_RD: Tensor, query_RC: Tensor, rows: Rows, memory: LatentMemory, rotary: RotaryTable) -> Tensor:
@@ -68,50 +71,68 @@ class LatentAttention(nn.Module):
     latent_up [H (nope_dim + value_dim), kv_rank]: each head's key rows, then its value rows.
     """
 
-    def __init__(self, config: GLMConfig, program: Program, full: bool) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        query_rank: int,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        indexer: Indexer | None,
+        program: Program,
+    ) -> None:
         super().__init__()
-        self.config, self.program = config, program
-        self.scale = (config.nope_dim + config.rope_dim) ** -0.5
-        self.down = Linear(config.hidden, config.query_rank + config.cached, program)
-        self.query_norm = RMSNorm(config.query_rank, LATENT_EPS, program)
-        self.latent_norm = RMSNorm(config.kv_rank, LATENT_EPS, program)
-        self.query_up = Linear(config.query_rank, config.heads * (config.nope_dim + config.rope_dim), program)
-        self.latent_up = nn.Parameter(
-            torch.empty(config.heads * (config.nope_dim + config.value_dim), config.kv_rank, dtype=program.torch_dtype)
-        )
-        self.out = Linear(config.heads * config.value_dim, config.hidden, program)
-        if full:
-            self.indexer = Indexer(config, program)
+        self.heads = heads
+        self.query_rank = query_rank
+        self.kv_rank = kv_rank
+        self.nope_dim = nope_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.program = program
+        self.scale = (nope_dim + rope_dim) ** -0.5
+        self.down = Linear(hidden, query_rank + kv_rank + rope_dim, program)
+        self.query_norm = RMSNorm(query_rank, LATENT_EPS, program)
+        self.latent_norm = RMSNorm(kv_rank, LATENT_EPS, program)
+        self.query_up = Linear(query_rank, heads * (nope_dim + rope_dim), program)
+        self.latent_up = nn.Parameter(torch.empty(heads * (nope_dim + value_dim), kv_rank, dtype=program.torch_dtype))
+        self.out = Linear(heads * value_dim, hidden, program)
+        if indexer is not None:
+            self.indexer = indexer
 
     def forward(
         self, x_RD: Tensor, selected_RK: Tensor | None, rows: Rows, memory: LatentMemory, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor]:
         """(branch rows, the tokens that were read): its own choice, or `selected_RK` where a layer below made it."""
-        c, table = self.config, rotary.on(x_RD.device)
-        query_RC, latent_RC, rotated_RC = self.down(x_RD).split((c.query_rank, c.kv_rank, c.rope_dim), dim=1)
-        query_RC, latent_RC = self.query_norm(query_RC)[0], self.latent_norm(latent_RC)[0]
+        table = rotary.on(x_RD.device)
+        query_RC, latent_RC, rope_RC = self.down(x_RD).split((self.query_rank, self.kv_rank, self.rope_dim), dim=1)
+        query_RC = self.query_norm(query_RC)[0]
+        latent_RC = self.latent_norm(latent_RC)[0]
         if "indexer" in self._modules:
             selected_RK = self.indexer(x_RD, query_RC, rows, memory, rotary)
         assert selected_RK is not None, "the first layer chooses"
-        rotated_R1C = ops.rope(rotated_RC[:, None], table, rows.positions_R, program=self.program, neighbours=True)
-        latents = memory.append(torch.cat([latent_RC, rotated_R1C[:, 0]], 1), rows)
-        q_RHE = self.query_up(query_RC).unflatten(1, (c.heads, c.nope_dim + c.rope_dim))
-        plain_RHE, turning_RHE = q_RHE.split((c.nope_dim, c.rope_dim), dim=2)
-        key_up, value_up = self.latent_up.unflatten(0, (c.heads, c.nope_dim + c.value_dim)).split((c.nope_dim, c.value_dim), dim=1)
-        absorbed_RHC = ops.head_linear(plain_RHE, key_up.transpose(1, 2), program=self.program)
-        turned_RHE = ops.rope(turning_RHE, table, rows.positions_R, program=self.program, neighbours=True)
+        key_rope_R1C = ops.rope(rope_RC[:, None], table, rows.positions_R, program=self.program, neighbours=True)
+        latents = memory.append(torch.cat([latent_RC, key_rope_R1C[:, 0]], 1), rows)
+        q_RHE = self.query_up(query_RC).unflatten(1, (self.heads, self.nope_dim + self.rope_dim))
+        nope_RHE, rope_RHE = q_RHE.split((self.nope_dim, self.rope_dim), dim=2)
+        up_HEC = self.latent_up.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        key_up, value_up = up_HEC.split((self.nope_dim, self.value_dim), dim=1)
+        absorbed_RHC = ops.head_linear(nope_RHE, key_up.transpose(1, 2), program=self.program)
+        turned_RHE = ops.rope(rope_RHE, table, rows.positions_R, program=self.program, neighbours=True)
         q_RHC = torch.cat([absorbed_RHC, turned_RHE], 2)
-        o_RHV = ops.sparse_attention(q_RHC, latents, selected_RK, rows, c.kv_rank, self.scale, program=self.program)
+        o_RHV = ops.sparse_attention(q_RHC, latents, selected_RK, rows, self.kv_rank, self.scale, program=self.program)
         return self.out(ops.head_linear(o_RHV, value_up, program=self.program).flatten(1)), selected_RK
 
 
 class BiasedRoute(nn.Module):
     """bias [X] sways which experts a row goes to. It is FP32 in every program, hence a unit of its own under FSDP2."""
 
-    def __init__(self, config: GLMConfig, program: Program) -> None:
+    def __init__(self, experts: int, choice: Choice, program: Program) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32))
-        self.choice, self.program = config.choice, program
+        self.bias = nn.Parameter(torch.empty(experts, dtype=torch.float32))
+        self.choice = choice
+        self.program = program
 
     def forward(self, logits_RX: Tensor) -> tuple[Tensor, Tensor]:
         return ops.biased_route(logits_RX, self.bias, self.choice, program=self.program)
@@ -120,13 +141,12 @@ class BiasedRoute(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The top K of X experts by biased scores, and a shared expert, the last leaf of the sum."""
 
-    def __init__(self, config: GLMConfig, program: Program) -> None:
+    def __init__(self, hidden: int, experts: int, choice: Choice, intermediate: int, shared_intermediate: int, program: Program) -> None:
         super().__init__()
-        hidden = config.hidden
-        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=split_k(config.experts, hidden))
-        self.route = BiasedRoute(config, program)
-        self.experts = Experts(config.experts, hidden, config.expert_intermediate, program)
-        self.shared = GatedMLP(hidden, config.shared_intermediate, program)
+        self.router = logits(hidden, experts, program)
+        self.route = BiasedRoute(experts, choice, program)
+        self.experts = Experts(experts, hidden, intermediate, program)
+        self.shared = GatedMLP(hidden, shared_intermediate, program)
 
     def forward(self, x_RD: Tensor) -> Tensor:
         weights_RK, experts_RK = self.route(self.router(x_RD))
@@ -144,18 +164,29 @@ class Selected(NamedTuple):
 class DecoderLayer(nn.Module):
     """Pre-norm block. Its first norm adds the last branch to the residual stream."""
 
-    def __init__(self, config: GLMConfig, program: Program, full: bool, sparse: bool) -> None:
+    def __init__(self, hidden: int, eps: float, attention: LatentAttention, mlp: MixtureOfExperts | GatedMLP, program: Program) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden, config.eps, program)
-        self.attention = LatentAttention(config, program, full)
-        self.post_norm = RMSNorm(config.hidden, config.eps, program)
-        self.mlp = MixtureOfExperts(config, program) if sparse else GatedMLP(config.hidden, config.intermediate, program)
+        self.input_norm = RMSNorm(hidden, eps, program)
+        self.attention = attention
+        self.post_norm = RMSNorm(hidden, eps, program)
+        self.mlp = mlp
 
     def forward(self, carry: Selected, rows: Rows, memory: LatentMemory, rotary: RotaryTable) -> Selected:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         branch_RD, selected_RK = self.attention(x_RD, carry.selected_RK, rows, memory, rotary)
         x_RD, residual_RD = self.post_norm(residual_RD, branch_RD)
         return Selected(residual_RD, self.mlp(x_RD), selected_RK)
+
+
+def _layer(c: GLMConfig, program: Program, full: bool, sparse: bool) -> DecoderLayer:
+    indexer = Indexer(c.hidden, c.query_rank, c.index_heads, c.index_dim, c.index_top_k, program) if full else None
+    attention = LatentAttention(c.hidden, c.heads, c.query_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.value_dim, indexer, program)
+    mlp: MixtureOfExperts | GatedMLP
+    if sparse:
+        mlp = MixtureOfExperts(c.hidden, c.experts, c.choice, c.expert_intermediate, c.shared_intermediate, program)
+    else:
+        mlp = GatedMLP(c.hidden, c.intermediate, program)
+    return DecoderLayer(c.hidden, c.eps, attention, mlp, program)
 
 
 class GLMModel(CausalModel):
@@ -165,7 +196,7 @@ class GLMModel(CausalModel):
         super().__init__()
         self.embed = Embedding(config.vocabulary, config.hidden, program)
         kinds = zip(config.full, config.sparse, strict=True)
-        self.layers = nn.ModuleList(DecoderLayer(config, program, full, sparse) for full, sparse in kinds)
+        self.layers = nn.ModuleList(_layer(config, program, full, sparse) for full, sparse in kinds)
         self.norm = RMSNorm(config.hidden, config.eps, program)
         self.rotary = RotaryTable(config.positions, config.rope_dim, config.theta, program)
         if not config.tied:

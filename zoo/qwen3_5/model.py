@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable, logits
 from zoo.common.memory import DeltaMemory, KeyValueMemory
-from zoo.common.program import Program, split_k
+from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.walk import Branched, CausalModel
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
@@ -29,18 +29,20 @@ def used_ops(config: Qwen35Config) -> tuple[str, ...]:
 class Attention(nn.Module):
     """Grouped-query attention; a query head's row holds [query | gate], part of each head is rotated, the output is gated."""
 
-    def __init__(self, config: Qwen35Config, program: Program) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float, program: Program) -> None:
         super().__init__()
-        heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
-        self.scale, self.program, self.heads, self.width = width**-0.5, program, heads, width
-        self.qkv = Linear(config.hidden, 2 * (heads + kv_heads) * width, program)
-        self.norm = HeadNormRope(heads, kv_heads, width, config.eps, program, query_width=2 * width, zero_centred=True)
-        self.out = Linear(heads * width, config.hidden, program)
+        self.heads = heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.program = program
+        self.qkv = Linear(hidden, 2 * (heads + kv_heads) * head_dim, program)
+        self.norm = HeadNormRope(heads, kv_heads, head_dim, eps, program, query_width=2 * head_dim, zero_centred=True)
+        self.out = Linear(heads * head_dim, hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: KeyValueMemory, rotary: RotaryTable) -> Tensor:
         qkv_RC = self.qkv(x_RD)
         q_RHE, k_RGE, v_RGE = self.norm(qkv_RC, rotary, rows.positions_R)
-        gate_RHE = qkv_RC[:, : 2 * self.heads * self.width].unflatten(1, (self.heads, -1))[..., self.width :]
+        gate_RHE = qkv_RC[:, : 2 * self.heads * self.head_dim].unflatten(1, (self.heads, -1))[..., self.head_dim :]
         history = memory.append(k_RGE, v_RGE, rows)
         o_RHE = ops.attention(q_RHE, history, rows, self.scale, program=self.program)
         return self.out(ops.output_gate(o_RHE, gate_RHE, program=self.program).flatten(1))
@@ -49,10 +51,10 @@ class Attention(nn.Module):
 class DeltaGate(nn.Module):
     """Decay and strength of each row's update. a_log [V] and dt_bias [V] are FP32 in every program: published so, or widened at load."""
 
-    def __init__(self, config: Qwen35Config, program: Program) -> None:
+    def __init__(self, value_heads: int, program: Program) -> None:
         super().__init__()
-        self.a_log = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(config.value_heads, dtype=torch.float32))
+        self.a_log = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
         self.program = program
 
     def forward(self, a_RV: Tensor, b_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,10 +64,11 @@ class DeltaGate(nn.Module):
 class GatedRMSNorm(nn.Module):
     """The norm of each value head, times silu of its gate. weight [E] is FP32, as DeltaGate's."""
 
-    def __init__(self, config: Qwen35Config, program: Program) -> None:
+    def __init__(self, value_dim: int, eps: float, program: Program) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.value_dim, dtype=torch.float32))
-        self.eps, self.program = config.eps, program
+        self.weight = nn.Parameter(torch.empty(value_dim, dtype=torch.float32))
+        self.eps = eps
+        self.program = program
 
     def forward(self, o_RVE: Tensor, z_RVE: Tensor) -> Tensor:
         return ops.gated_rms_norm(o_RVE, z_RVE, self.weight, self.eps, program=self.program)
@@ -74,17 +77,21 @@ class GatedRMSNorm(nn.Module):
 class GatedDeltaNet(nn.Module):
     """A recurrent layer: a state per value head, decayed and corrected by each row."""
 
-    def __init__(self, config: Qwen35Config, program: Program) -> None:
+    def __init__(self, hidden: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, eps: float, program: Program) -> None:
         super().__init__()
-        self.key_heads, self.key_dim = config.key_heads, config.key_dim
-        self.value_heads, self.value_dim = config.value_heads, config.value_dim
+        self.key_heads = key_heads
+        self.value_heads = value_heads
+        self.key_dim = key_dim
+        self.value_dim = value_dim
         self.program = program
-        values = config.value_heads * config.value_dim
-        self.widths = (config.conv_channels, values, config.value_heads, config.value_heads)
-        self.qkvzba = Linear(config.hidden, sum(self.widths), program)
-        self.conv = nn.Parameter(torch.empty(config.conv_channels, 1, CONV_WIDTH, dtype=program.torch_dtype))
-        self.gate, self.norm = DeltaGate(config, program), GatedRMSNorm(config, program)
-        self.out = Linear(values, config.hidden, program)
+        values = value_heads * value_dim
+        channels = 2 * key_heads * key_dim + values
+        self.widths = (channels, values, value_heads, value_heads)
+        self.qkvzba = Linear(hidden, sum(self.widths), program)
+        self.conv = nn.Parameter(torch.empty(channels, 1, CONV_WIDTH, dtype=program.torch_dtype))
+        self.gate = DeltaGate(value_heads, program)
+        self.norm = GatedRMSNorm(value_dim, eps, program)
+        self.out = Linear(values, hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaMemory, rotary: RotaryTable) -> Tensor:
         qkv_RC, z_RC, b_RV, a_RV = self.qkvzba(x_RD).split(self.widths, dim=1)
@@ -102,14 +109,14 @@ class GatedDeltaNet(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The top K of X experts, and a shared expert with a gate of its own, the last leaf of the sum."""
 
-    def __init__(self, config: Qwen35Config, program: Program) -> None:
+    def __init__(self, hidden: int, experts: int, top_k: int, intermediate: int, shared_intermediate: int, program: Program) -> None:
         super().__init__()
-        hidden = config.hidden
-        self.router = Linear(hidden, config.experts, program, out_dtype=torch.float32, k_parts=split_k(config.experts, hidden))
-        self.experts = Experts(config.experts, hidden, config.expert_intermediate, program)
-        self.shared = GatedMLP(hidden, config.shared_intermediate, program)
-        self.shared_gate = Linear(hidden, 1, program, out_dtype=torch.float32, k_parts=split_k(1, hidden))
-        self.top_k, self.program = config.experts_per_token, program
+        self.router = logits(hidden, experts, program)
+        self.experts = Experts(experts, hidden, intermediate, program)
+        self.shared = GatedMLP(hidden, shared_intermediate, program)
+        self.shared_gate = logits(hidden, 1, program)
+        self.top_k = top_k
+        self.program = program
 
     def forward(self, x_RD: Tensor) -> Tensor:
         weights_RK, experts_RK = ops.route(self.router(x_RD), self.top_k, True, program=self.program)
@@ -120,17 +127,33 @@ class MixtureOfExperts(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm block. Its first norm adds the last branch to the residual stream."""
 
-    def __init__(self, config: Qwen35Config, program: Program, full: bool) -> None:
+    def __init__(
+        self, hidden: int, eps: float, mixer: Attention | GatedDeltaNet, mlp: MixtureOfExperts | GatedMLP, program: Program
+    ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
-        self.mixer = Attention(config, program) if full else GatedDeltaNet(config, program)
-        self.post_norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
-        self.mlp = MixtureOfExperts(config, program) if config.experts else GatedMLP(config.hidden, config.intermediate, program)
+        self.input_norm = RMSNorm(hidden, eps, program, zero_centred=True)
+        self.mixer = mixer
+        self.post_norm = RMSNorm(hidden, eps, program, zero_centred=True)
+        self.mlp = mlp
 
     def forward(self, carry: Branched, rows: Rows, memory: KeyValueMemory | DeltaMemory, rotary: RotaryTable) -> Branched:
         x_RD, residual_RD = self.input_norm(carry.residual_RD, carry.branch_RD)
         x_RD, residual_RD = self.post_norm(residual_RD, self.mixer(x_RD, rows, memory, rotary))
         return Branched(residual_RD, self.mlp(x_RD))
+
+
+def _layer(c: Qwen35Config, program: Program, full: bool) -> DecoderLayer:
+    mixer: Attention | GatedDeltaNet
+    if full:
+        mixer = Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, c.eps, program)
+    else:
+        mixer = GatedDeltaNet(c.hidden, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.eps, program)
+    mlp: MixtureOfExperts | GatedMLP
+    if c.experts:
+        mlp = MixtureOfExperts(c.hidden, c.experts, c.experts_per_token, c.expert_intermediate, c.shared_intermediate, program)
+    else:
+        mlp = GatedMLP(c.hidden, c.intermediate, program)
+    return DecoderLayer(c.hidden, c.eps, mixer, mlp, program)
 
 
 class Qwen35Model(CausalModel):
@@ -139,7 +162,7 @@ class Qwen35Model(CausalModel):
     def __init__(self, config: Qwen35Config, program: Program) -> None:
         super().__init__()
         self.embed = Embedding(config.vocabulary, config.hidden, program)
-        self.layers = nn.ModuleList(DecoderLayer(config, program, full) for full in config.full)
+        self.layers = nn.ModuleList(_layer(config, program, full) for full in config.full)
         self.norm = RMSNorm(config.hidden, config.eps, program, zero_centred=True)
         self.rotary = RotaryTable(config.positions, config.rope_dim, config.theta, program)
         if not config.tied:
