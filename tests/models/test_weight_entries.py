@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.codecs import BlockScaled, Rounded
 from zoo.common.family import Family
+from zoo.common.layout import Layout
 from zoo.common.pretrained import Pretrained
-from zoo.common.program import Program
+from zoo.common.program import Program, resolve
+from zoo.common.registry import architectures, find
 from zoo.common.shards import header_of, write_shard
 from zoo.common.weights import Cut, Entry, Piece, WeightTable, block_scaled, single, stacked_rows
 from zoo.testing import LawBroken, assert_same_bytes
@@ -68,19 +70,22 @@ def test_a_block_of_zeros_has_the_scale_one_and_the_largest_the_largest_code() -
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("cut", [Cut(), Cut(unit=2), Cut(axis=1), Cut(sections=(8, 8, 16)), Cut(axis=1, unit=4, sections=(16, 32))])
+@pytest.mark.parametrize(
+    "cut", [Cut(), Cut(unit=2), Cut(1), Cut(sections=((8, 2), (8, 2), (16, 4))), Cut(1, sections=((16, 4), (32, 4)), along="cp")]
+)
 def test_shares_make_the_whole(cut: Cut, ranks: int) -> None:
     """Section by section; a rank has the same number of whole units of each."""
     whole = torch.arange(32 * 48).view(32, 48)
-    shares = [cut.share(whole, rank, ranks) for rank in range(ranks)]
-    assert len({share.shape for share in shares}) == 1
+    layout = Layout(**{cut.along: ranks})
+    pieces = [Piece("w", (32, 48), cut=cut).local(layout, {cut.along: rank}, 0) for rank in range(ranks)]
+    shares = [piece.take(whole) for piece in pieces]
+    assert {piece.shape for piece in pieces} == {tuple(share.shape) for share in shares} and len({piece.shape for piece in pieces}) == 1
     start = 0
-    for part in cut.sections or (whole.shape[cut.axis],):
+    for part, unit in cut.sections or ((whole.shape[cut.dim], cut.unit),):
         each = part // ranks
-        assert each % cut.unit == 0
-        at = start // ranks
-        joined = torch.cat([share.narrow(cut.axis, at, each) for share in shares], cut.axis)
-        assert_same_bytes(joined, whole.narrow(cut.axis, start, part))
+        assert each % unit == 0
+        joined = torch.cat([share.narrow(cut.dim, start // ranks, each) for share in shares], cut.dim)
+        assert_same_bytes(joined, whole.narrow(cut.dim, start, part))
         start += part
 
 
@@ -89,18 +94,57 @@ def test_shares_make_the_whole(cut: Cut, ranks: int) -> None:
     [
         (Cut(), 5, "32 in units of 1 can't be shared by 5 ranks"),
         (Cut(unit=16), 4, "32 in units of 16 can't be shared by 4 ranks"),
-        (Cut(sections=(8, 8)), 2, r"sections \[8, 8\] make 16, the tensor has 32"),
+        (Cut(sections=((8, 1), (8, 1))), 2, r"sections \[8, 8\] make 16, the tensor has 32"),
     ],
 )
 def test_what_can_not_be_shared_is_refused(cut: Cut, ranks: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        cut.share(torch.zeros(32, 4), 0, ranks)
+        Piece("w", (32, 4), cut=cut).local(Layout(tp=ranks), {}, 0)
     with pytest.raises(ValueError, match="there is no rank 2 of 2"):
-        Cut().share(torch.zeros(32, 4), 2, 2)
+        Piece("w", (32, 4), cut=Cut()).local(Layout(tp=2), {"tp": 2}, 0)
+
+
+@pytest.mark.parametrize("arch", sorted(architectures()))
+def test_a_rank_s_tensors_have_the_sizes_of_its_geometry(arch: str) -> None:
+    """What tensor-parallel ranks take tiles the parameters of a model of the local sizes, and all ranks together take everything."""
+    family, named = find(arch)
+    config = named.sizes["tiny"]
+    layout = Layout(tp=2)
+    whole = family.table(config)
+    with torch.device("meta"):
+        model = family.model(config.local(layout), resolve("aligned", "cpu", torch.bfloat16, family.contributors))
+    locals_ = [whole.local(layout, {"tp": rank}) for rank in range(2)]
+    for mine in locals_:
+        held = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+        for entry, piece in mine.pieces():
+            parameter = model.get_parameter(entry.ours.removeprefix("model."))
+            assert piece.of(parameter).shape == piece.shape, piece
+            held[entry.ours.removeprefix("model.")] += torch.Size(piece.shape).numel()
+        assert held == {name: p.numel() for name, p in model.named_parameters()}
+    for (entry, piece), *shared in zip(whole.pieces(), *(mine.pieces() for mine in locals_), strict=True):
+        published = torch.arange(torch.Size(piece.shape).numel()).view(piece.shape)
+        seen = torch.cat([share.take(published).flatten() for _, share in shared]).unique()
+        assert len(seen) == published.numel(), (entry.ours, piece)
+
+
+@pytest.mark.parametrize("arch", [name for name, (_, one) in sorted(architectures().items()) if one.sizes["tiny"].experts])
+def test_a_rank_has_its_own_experts_in_every_layout(arch: str) -> None:
+    family, named = find(arch)
+    config = named.sizes["tiny"]
+    count = config.experts
+    for entry in family.table(config).local(Layout(ep=2), {"ep": 1}).entries:
+        if entry.ours.endswith(("experts.gate_up", "experts.down")):
+            for pieces in entry.layouts:
+                numbers = sorted({piece.expert for piece in pieces if piece.expert is not None})
+                if numbers:
+                    assert numbers == list(range(count // 2))
+                    assert all(f".experts.{piece.expert + count // 2}." in piece.published for piece in pieces)
+                else:
+                    assert [(piece.shape[0], piece.taken) for piece in pieces] == [(count // 2, ((count // 2, count),))]
 
 
 def test_the_rows_of_a_fused_parameter_have_addresses() -> None:
-    entry = stacked_rows("qkv", 5, [("q", 4), ("k", 2), ("v", 2)])
+    entry = stacked_rows("qkv", 5, [("q", 4, None), ("k", 2, None), ("v", 2, None)])
     fused = torch.arange(40).view(8, 5)
     [layout] = entry.layouts
     assert [piece.rows for piece in layout] == [slice(0, 4), slice(4, 6), slice(6, 8)]

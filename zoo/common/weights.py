@@ -3,59 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from zoo.common.codecs import BlockScaled, Codec
+from zoo.common.layout import Layout
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks of a layout share a published tensor: along `axis`, in runs of whole units, the same number to each.
+    """How the ranks of a layout share a published tensor: in runs of whole units, the same number to each.
 
+    dim       of the tensor that is cut
     unit      elements that stay together: the rows of a head
-    sections  lengths of parts that are shared by themselves, for a tensor that is several stacked ones; none: it is one
+    sections  (length, unit) of parts that are shared by themselves, for a tensor that is several stacked ones; none: it is one
+    along     the axis of the layout whose ranks share it
     """
 
-    axis: int = 0
+    dim: int = 0
     unit: int = 1
-    sections: tuple[int, ...] = ()
+    sections: tuple[tuple[int, int], ...] = ()
+    along: str = "tp"
 
-    def ranges(self, length: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    def runs(self, length: int, rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
         """[begin, end) of each section that a rank has. ValueError if units don't divide among the ranks, or sections don't add up."""
-        parts = self.sections or (length,)
-        if sum(parts) != length:
-            raise ValueError(f"sections {list(parts)} make {sum(parts)}, the tensor has {length}")
+        parts = self.sections or ((length, self.unit),)
+        if sum(part for part, _ in parts) != length:
+            raise ValueError(f"sections {[part for part, _ in parts]} make {sum(part for part, _ in parts)}, the tensor has {length}")
         if not 0 <= rank < ranks:
             raise ValueError(f"there is no rank {rank} of {ranks}")
         found = []
         start = 0
-        for part in parts:
-            if part % (self.unit * ranks):
-                raise ValueError(f"{part} in units of {self.unit} can't be shared by {ranks} ranks")
+        for part, unit in parts:
+            if part % (unit * ranks):
+                raise ValueError(f"{part} in units of {unit} can't be shared by {ranks} ranks")
             share = part // ranks
             found.append((start + rank * share, start + (rank + 1) * share))
             start += part
-        return found
-
-    def share(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """A rank's slice of a published tensor: its part of each section, in their order."""
-        runs = self.ranges(tensor.shape[self.axis], rank, ranks)
-        slices = [tensor.narrow(self.axis, begin, end - begin) for begin, end in runs]
-        return slices[0] if len(slices) == 1 else torch.cat(slices, self.axis)
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One published tensor and its place inside one of our parameters.
 
+    shape   of what fills the place
     expert  index on our parameter's leading dimension, if it stacks experts
     start   first row that it fills: param[start : start + shape[0]], or the same inside param[expert]
     cut     how ranks share it; None: each has the whole
+    taken   runs along the cut's dimension that a rank takes of the published tensor; none: all of it
     """
 
     published: str
@@ -63,6 +63,7 @@ class Piece:
     expert: int | None = None
     start: int = 0
     cut: Cut | None = None
+    taken: tuple[tuple[int, int], ...] = ()
 
     @property
     def rows(self) -> slice:
@@ -73,6 +74,22 @@ class Piece:
         """The view of our parameter that this published tensor is."""
         inside = parameter if self.expert is None else parameter[self.expert]
         return inside[self.rows]
+
+    def take(self, published: Tensor) -> Tensor:
+        """What of the published tensor fills the place."""
+        if self.cut is None or not self.taken:
+            return published
+        runs = [published.narrow(self.cut.dim, begin, end - begin) for begin, end in self.taken]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, self.cut.dim)
+
+    def local(self, layout: Layout, ranks: Mapping[str, int], start: int) -> Piece:
+        """The same on one rank of a layout, from row `start` on. `ranks`: which of each axis's ranks it is, the first by default."""
+        if self.cut is None:
+            return replace(self, start=start)
+        runs = self.cut.runs(self.shape[self.cut.dim], ranks.get(self.cut.along, 0), getattr(layout, self.cut.along))
+        held = sum(end - begin for begin, end in runs)
+        shape = (*self.shape[: self.cut.dim], held, *self.shape[self.cut.dim + 1 :])
+        return replace(self, shape=shape, start=start, taken=runs)
 
 
 @dataclass(frozen=True)
@@ -131,16 +148,17 @@ def single(
     optional_alias: bool = False,
     dtype: torch.dtype | None = None,
     trainable: bool = True,
+    cut: Cut | None = None,
 ) -> Entry:
     """One parameter that is one published tensor of `shape`."""
-    return Entry(ours, ((Piece(published, shape),),), optional_alias, dtype, trainable)
+    return Entry(ours, ((Piece(published, shape, cut=cut),),), optional_alias, dtype, trainable)
 
 
-def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int]]) -> Entry:
-    """Published projections of one input, (name, rows) each of `columns` columns, stacked by rows in the order given."""
+def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int, Cut | None]]) -> Entry:
+    """Published projections of one input, (name, rows, cut) each of `columns` columns, stacked by rows in the order given."""
     pieces, start = [], 0
-    for published, rows in parts:
-        pieces.append(Piece(published, (rows, columns), start=start))
+    for published, rows, cut in parts:
+        pieces.append(Piece(published, (rows, columns), start=start, cut=cut))
         start += rows
     return Entry(ours, (tuple(pieces),))
 
@@ -157,8 +175,8 @@ def block_scaled(ours: str, published: str, shape: tuple[int, ...], codec: Block
 def gated_mlp(ours: str, theirs: str, hidden: int, intermediate: int) -> list[Entry]:
     """The parameters of a `GatedMLP`: gate over up, and down."""
     return [
-        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", intermediate) for n in ("gate", "up")]),
-        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, intermediate)),
+        stacked_rows(f"{ours}.gate_up.weight", hidden, [(f"{theirs}.{n}_proj.weight", intermediate, Cut()) for n in ("gate", "up")]),
+        single(f"{ours}.down.weight", f"{theirs}.down_proj.weight", (hidden, intermediate), cut=Cut(1)),
     ]
 
 
@@ -197,6 +215,14 @@ class WeightTable:
         """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
         return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}
 
+    def local(self, layout: Layout, ranks: Mapping[str, int]) -> WeightTable:
+        """The table of one rank: the same parameters, each filled with the rank's part of what is published.
+
+        `ranks`: which of each axis's ranks it is, the first by default. ValueError, with both numbers, for what does not divide.
+        """
+        entries = tuple(replace(entry, layouts=tuple(_local(pieces, layout, ranks) for pieces in entry.layouts)) for entry in self.entries)
+        return replace(self, entries=entries)
+
     def pieces(self) -> Iterator[tuple[Entry, Piece]]:
         """The default layout of every parameter, aliases left out."""
         return ((entry, piece) for entry in self.entries if not entry.optional_alias for piece in entry.layouts[0])
@@ -205,6 +231,21 @@ class WeightTable:
         """A tensor's name in the content hash: that of the text model alone, so equal weights have equal hashes in either."""
         inside, alone = self.prefix
         return alone + published.removeprefix(inside) if published.startswith(inside) else published
+
+
+def _local(pieces: tuple[Piece, ...], layout: Layout, ranks: Mapping[str, int]) -> tuple[Piece, ...]:
+    """A rank's pieces of one parameter: its experts, numbered from 0, and behind each other its rows of each piece."""
+    experts = [piece.expert for piece in pieces if piece.expert is not None]
+    [(first, last)] = Cut().runs(1 + max(experts), ranks.get("ep", 0), layout.ep) if experts else [(0, 0)]
+    found = []
+    ends: dict[int | None, int] = {}
+    for piece in pieces:
+        if piece.expert is None or first <= piece.expert < last:
+            expert = None if piece.expert is None else piece.expert - first
+            mine = replace(piece.local(layout, ranks, ends.get(expert, 0)), expert=expert)
+            ends[expert] = mine.rows.stop
+            found.append(mine)
+    return tuple(found)
 
 
 class Places:

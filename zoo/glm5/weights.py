@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zoo.common.recipe import Draw, usual_recipe
-from zoo.common.weights import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.weights import Cut, Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.glm5.config import GLMConfig
 
 
@@ -19,9 +19,9 @@ def table(config: GLMConfig) -> WeightTable:
     hidden = config.hidden
     head = "model.embed.weight" if config.tied else "model.head.weight"
     entries = [
-        single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden)),
+        single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden), cut=Cut()),
         single("model.norm.weight", "model.norm.weight", (hidden,)),
-        single(head, "lm_head.weight", (config.vocabulary, hidden), optional_alias=config.tied),
+        single(head, "lm_head.weight", (config.vocabulary, hidden), optional_alias=config.tied, cut=Cut()),
     ]
     for i, (full, sparse) in enumerate(zip(config.full, config.sparse, strict=True)):
         layer = f"model.layers.{i}"  # ours and theirs
@@ -38,20 +38,22 @@ def table(config: GLMConfig) -> WeightTable:
 
 def _attention(config: GLMConfig, layer: str) -> list[Entry]:
     ours, theirs, heads = f"{layer}.attention", f"{layer}.self_attn", config.heads
-    down = [(f"{theirs}.q_a_proj.weight", config.query_rank), (f"{theirs}.kv_a_proj_with_mqa.weight", config.cached)]
+    query = config.nope_dim + config.rope_dim  # rows of a head
+    latent = config.nope_dim + config.value_dim
+    down = [(f"{theirs}.q_a_proj.weight", config.query_rank, None), (f"{theirs}.kv_a_proj_with_mqa.weight", config.cached, None)]
     return [
         stacked_rows(f"{ours}.down.weight", config.hidden, down),
         single(f"{ours}.query_norm.weight", f"{theirs}.q_a_layernorm.weight", (config.query_rank,)),
         single(f"{ours}.latent_norm.weight", f"{theirs}.kv_a_layernorm.weight", (config.kv_rank,)),
-        single(f"{ours}.query_up.weight", f"{theirs}.q_b_proj.weight", (heads * (config.nope_dim + config.rope_dim), config.query_rank)),
-        single(f"{ours}.latent_up", f"{theirs}.kv_b_proj.weight", (heads * (config.nope_dim + config.value_dim), config.kv_rank)),
-        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, heads * config.value_dim)),
+        single(f"{ours}.query_up.weight", f"{theirs}.q_b_proj.weight", (heads * query, config.query_rank), cut=Cut(unit=query)),
+        single(f"{ours}.latent_up", f"{theirs}.kv_b_proj.weight", (heads * latent, config.kv_rank), cut=Cut(unit=latent)),
+        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, heads * config.value_dim), cut=Cut(1, config.value_dim)),
     ]
 
 
 def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
     ours, theirs = f"{layer}.attention.indexer", f"{layer}.self_attn.indexer"
-    key_weights = [(f"{theirs}.wk.weight", config.index_dim), (f"{theirs}.weights_proj.weight", config.index_heads)]
+    key_weights = [(f"{theirs}.wk.weight", config.index_dim, None), (f"{theirs}.weights_proj.weight", config.index_heads, None)]
     entries = [
         single(f"{ours}.query.weight", f"{theirs}.wq_b.weight", (config.index_heads * config.index_dim, config.query_rank)),
         stacked_rows(f"{ours}.key_weights.weight", config.hidden, key_weights),

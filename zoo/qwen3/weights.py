@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.common.weights import Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.weights import Cut, Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3.config import Qwen3Config
 
 
@@ -11,20 +11,20 @@ def table(config: Qwen3Config) -> WeightTable:
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = "model.embed.weight" if config.tied else "model.head.weight"
     entries = [
-        single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden)),
+        single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden), cut=Cut()),
         single("model.norm.weight", "model.norm.weight", (hidden,)),
-        single(head, "lm_head.weight", (config.vocabulary, hidden), optional_alias=config.tied),
+        single(head, "lm_head.weight", (config.vocabulary, hidden), optional_alias=config.tied, cut=Cut()),
     ]
     for i in range(config.layers):
         layer = f"model.layers.{i}"  # ours and theirs
-        projections = [(f"{layer}.self_attn.{n}_proj.weight", r) for n, r in (("q", q), ("k", kv), ("v", kv))]
+        projections = [(f"{layer}.self_attn.{n}_proj.weight", r, Cut(unit=config.head_dim)) for n, r in (("q", q), ("k", kv), ("v", kv))]
         entries += [
             single(f"{layer}.input_norm.weight", f"{layer}.input_layernorm.weight", (hidden,)),
             single(f"{layer}.post_norm.weight", f"{layer}.post_attention_layernorm.weight", (hidden,)),
             single(f"{layer}.attention.norm.q", f"{layer}.self_attn.q_norm.weight", (config.head_dim,)),
             single(f"{layer}.attention.norm.k", f"{layer}.self_attn.k_norm.weight", (config.head_dim,)),
             stacked_rows(f"{layer}.attention.qkv.weight", hidden, projections),
-            single(f"{layer}.attention.out.weight", f"{layer}.self_attn.o_proj.weight", (hidden, q)),
+            single(f"{layer}.attention.out.weight", f"{layer}.self_attn.o_proj.weight", (hidden, q), cut=Cut(1, config.head_dim)),
         ]
         if config.experts:
             entries += _experts(config, f"{layer}.mlp")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zoo.common.recipe import Draw, usual_recipe
-from zoo.common.weights import Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
+from zoo.common.weights import Cut, Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
@@ -33,9 +33,9 @@ def table(config: Qwen35Config) -> WeightTable:
 def _entries(config: Qwen35Config, root: str) -> list[Entry]:
     head = "model.embed.weight" if config.tied else "model.head.weight"
     entries = [
-        single("model.embed.weight", f"{root}.embed_tokens.weight", (config.vocabulary, config.hidden)),
+        single("model.embed.weight", f"{root}.embed_tokens.weight", (config.vocabulary, config.hidden), cut=Cut()),
         single("model.norm.weight", f"{root}.norm.weight", (config.hidden,)),
-        single(head, "lm_head.weight", (config.vocabulary, config.hidden), optional_alias=config.tied),
+        single(head, "lm_head.weight", (config.vocabulary, config.hidden), optional_alias=config.tied, cut=Cut()),
     ]
     for i, full in enumerate(config.full):
         ours, theirs = f"model.layers.{i}", f"{root}.layers.{i}"
@@ -54,29 +54,35 @@ def _entries(config: Qwen35Config, root: str) -> list[Entry]:
 
 def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     theirs, kv = f"{layer}.self_attn", config.kv_heads * config.head_dim
-    queries = 2 * config.heads * config.head_dim  # each head's query rows, then its gate rows
+    width = config.head_dim
+    queries = 2 * config.heads * width  # each head's query rows, then its gate rows
     return [
         stacked_rows(
             f"{ours}.qkv.weight",
             config.hidden,
-            [(f"{theirs}.{n}_proj.weight", r) for n, r in (("q", queries), ("k", kv), ("v", kv))],
+            [
+                (f"{theirs}.{n}_proj.weight", rows, Cut(unit=unit))
+                for n, rows, unit in (("q", queries, 2 * width), ("k", kv, width), ("v", kv, width))
+            ],
         ),
         single(f"{ours}.norm.q", f"{theirs}.q_norm.weight", (config.head_dim,)),
         single(f"{ours}.norm.k", f"{theirs}.k_norm.weight", (config.head_dim,)),
-        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, config.heads * config.head_dim)),
+        single(f"{ours}.out.weight", f"{theirs}.o_proj.weight", (config.hidden, config.heads * width), cut=Cut(1, width)),
     ]
 
 
 def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     theirs, values, heads = f"{layer}.linear_attn", config.value_heads * config.value_dim, config.value_heads
-    parts = [("qkv", config.conv_channels), ("z", values), ("b", heads), ("a", heads)]
+    keys = (config.key_heads * config.key_dim, config.key_dim)
+    mixed = Cut(sections=(keys, keys, (values, config.value_dim)))  # queries, keys and values
+    parts = [("qkv", config.conv_channels, mixed), ("z", values, Cut(unit=config.value_dim)), ("b", heads, Cut()), ("a", heads, Cut())]
     return [
-        stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r) for n, r in parts]),
-        single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH)),
-        single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,), dtype=torch.float32),
-        single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,), dtype=torch.float32),
+        stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r, cut) for n, r, cut in parts]),
+        single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH), cut=mixed),
+        single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,), dtype=torch.float32, cut=Cut()),
+        single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,), dtype=torch.float32, cut=Cut()),
         single(f"{ours}.norm.weight", f"{theirs}.norm.weight", (config.value_dim,), dtype=torch.float32),
-        single(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values)),
+        single(f"{ours}.out.weight", f"{theirs}.out_proj.weight", (config.hidden, values), cut=Cut(1, config.value_dim)),
     ]
 
 
@@ -85,8 +91,8 @@ def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
     count, intermediate, hidden = config.experts, config.expert_intermediate, config.hidden
     gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, intermediate)
     stacked = (
-        Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * intermediate, hidden)),
-        Piece(f"{theirs}.experts.down_proj", (count, hidden, intermediate)),
+        Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * intermediate, hidden), cut=Cut(along="ep")),
+        Piece(f"{theirs}.experts.down_proj", (count, hidden, intermediate), cut=Cut(along="ep")),
     )
     return [
         single(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
