@@ -183,8 +183,8 @@ def _reads(contract: Contract, parameters: Mapping[str, inspect.Parameter], dtyp
     wide = torch.promote_types(dtype, torch.float32)
     allowed = {
         PROGRAM: (dtype,),
-        WIDE: (wide,),
-        EITHER: (dtype, wide),
+        WIDE: (wide, torch.float32),  # a program in float64, which only measures, still rounds what asks for FP32
+        EITHER: (dtype, wide, torch.float32),
         FLOAT32: (torch.float32,),
         INTEGERS: (torch.int64, torch.int32),
         FP8: (torch.float8_e4m3fn,),
