@@ -8,12 +8,13 @@ cut a call to one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class History(Protocol):
     """What an observer asks of any history."""
 
@@ -35,12 +36,18 @@ class History(Protocol):
     def copied(self) -> Self:
         """With tensors of its own."""
 
+    def before(self) -> Self:
+        """What a call reads, to be looked at behind it: itself, or of slots that the call moves on a copy of those it was given."""
+
     def words(self) -> str:
         """What it is, in a table's cell."""
 
 
 class _Record:
     """What the records have in common."""
+
+    def before(self) -> Self:
+        return self
 
     def copied(self) -> Self:
         return replace(self, **{f.name: _copy(getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var,arg-type]
@@ -81,6 +88,9 @@ class _Slots(_Record):
     def of_row(self, n: int, first: int, row: int, position: int) -> Self:
         """The slot as it is: an observer takes it before the call, which moves it on."""
         return self.of_sequences(slice(n, n + 1))
+
+    def before(self) -> Self:
+        return self.of_sequences()
 
     def of_sequences(self, sequences: slice = slice(None)) -> Self:
         """A copy of the slots of some of the sequences, by their order: slots 0, 1, ... of the copy."""

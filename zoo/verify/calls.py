@@ -12,25 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
+from zoo.common.history import History
 from zoo.common.ops import CONTRACTS, Provider
 from zoo.common.ops.contract import Contract
 from zoo.common.program import Program
 from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
 from zoo.testing import as_integers, tensors
-
-# ops whose provider is chosen by shape; every other op has one choice per program
-_SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
-    "linear": lambda a: (*a["weight_NK"].shape, a["k_parts"]),
-    "experts": lambda a: (a["gate_up_X2FD"].shape[0], a["gate_up_X2FD"].shape[2], a["gate_up_X2FD"].shape[1] // 2),
-    "gated_delta": lambda a: (a["q_RHK"].shape[1], a["v_RVE"].shape[1], a["q_RHK"].shape[2], a["v_RVE"].shape[2]),
-    "head_linear": lambda a: (*a["weight_HNK"].shape,),
-    "sparse_attention": lambda a: (a["q_RHC"].shape[2], a["values"], a["q_RHC"].shape[1]),
-    "attention": lambda a: (a["q_RHE"].shape[2], a["q_RHE"].shape[1], a["history"].k.shape[-2]),
-}
-
-RECURRENT = ("causal_conv", "gated_delta")  # in serving they change their slots: `held` before the call is their history
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,13 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """What the op asked its contract for."""
-        found = _SHAPES.get(self.contract.name)
-        return tuple(int(n) for n in found(self.arguments)) if found else ()
+        return tuple(int(n) for n in self.contract.shape(self.arguments))
+
+    @property
+    def history(self) -> History | None:
+        """What came before the call's rows; None for an op that reads rows alone, and where there is nothing before."""
+        found: History | None = self.arguments.get(self.contract.history)
+        return found
 
     @property
     def provider(self) -> Provider:
@@ -77,93 +70,39 @@ class Call:
         return outputs_of(self.result)
 
     def at_row(self, row: int, rows: int) -> Call:
-        """The same call on one of its `rows` rows, and on the history that this row reads; all tensors copied."""
+        """The same call on one of its `rows` rows, and on the history that this row reads; all tensors copied.
+
+        Where a history is read through the call's other arguments, the rows of the row's sequence before it come along.
+        """
         arguments = dict(self.arguments)
+        mine = slice(row, row + 1)
         batch = arguments.get("rows")
-        if isinstance(batch, Rows):
-            if self.contract.name in RECURRENT:
-                return self._recurrent_at(row)
-            listed = next((name for name, value in arguments.items() if isinstance(value, TokenRows)), None)
-            return self._attention_at(row) if listed is None else self._listed_at(row, listed)
+        if self.contract.history and isinstance(batch, Rows):
+            history = self.history
+            n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
+            first = int(batch.starts_N1[n])
+            if history is None or history.takes_push:
+                mine = slice(first, row + 1)
+            context = int(batch.positions_R[mine.start])
+            arguments["rows"] = Rows.pushed([row + 1 - mine.start], [context], batch.positions_R.device)
+            if history is not None:
+                arguments[self.contract.history] = history.of_row(n, first, row, position)
         for name, value in arguments.items():
             if isinstance(value, Tensor):
-                mine = value[row : row + 1] if _has_rows(name, value, rows) else value
-                arguments[name] = mine.detach().clone()
+                arguments[name] = (value[mine] if _has_rows(name, value, rows) else value).detach().clone()
             elif isinstance(value, RowSampling):
-                arguments[name] = value[slice(row, row + 1)]
-        return replace(self, arguments=arguments, result=_rows_of(self.result, row, row + 1))
+                arguments[name] = value[mine]
+        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
 
     def shrunk(self, row: int, rows: int) -> Call:
         """`at_row` if that gives the row's bytes again; else the whole batch, since its shape is then part of the fault."""
         small = self.at_row(row, rows)
-        state = {k: _copied(v) for k, v in small.arguments.items() if isinstance(v, DeltaState | ConvCarry)}  # it moves on
-        again = outputs_of(self.function(**{**small.arguments, **state}))
+        moved = {} if small.history is None else {self.contract.history: small.history.copied()}  # slots move on in the call
+        again = outputs_of(self.function(**{**small.arguments, **moved}))
         pairs = zip(again, self.outputs(), strict=True)
         if all(torch.equal(as_integers(a[-1]), as_integers(b[row])) for (_, a), (_, b) in pairs):
             return small
         return replace(self, arguments={name: _copied(value) for name, value in self.arguments.items()}, row=row)
-
-    def _attention_at(self, row: int) -> Call:
-        batch, history = self.arguments["rows"], self.arguments["history"]
-        n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
-        device = batch.positions_R.device
-        if history.page_table_NB is None:  # packed keys are the rows pushed: the whole document up to this row goes along
-            first = int(batch.starts_N1[n])
-            mine = slice(first, row + 1)
-            small = KeyValues(history.k[mine].detach().clone(), history.v[mine].detach().clone())
-            rows = Rows.pushed([row + 1 - first], None, device)
-        else:
-            mine = slice(row, row + 1)
-            pages = history.page_table_NB[n, : position // history.k.shape[1] + 1].long()
-            table = torch.arange(len(pages), dtype=torch.int32, device=device)[None]
-            small = KeyValues(history.k[pages].clone(), history.v[pages].clone(), table)
-            rows = Rows.pushed([1], [position], device)
-        queries = {k: v[mine].detach().clone() for k, v in self.arguments.items() if isinstance(v, Tensor) and k.endswith("RHE")}
-        arguments = {**self.arguments, **queries, "history": small, "rows": rows}
-        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
-
-    def _listed_at(self, row: int, name: str) -> Call:
-        """Likewise where the history is one row a token, in the argument `name`."""
-        batch, history = self.arguments["rows"], self.arguments[name]
-        n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
-        device = batch.positions_R.device
-        if history.page_table_NB is None:
-            mine = slice(int(batch.starts_N1[n]), row + 1)
-            small, rows = TokenRows(history.rows[mine].detach().clone()), Rows.pushed([row + 1 - mine.start], None, device)
-        else:
-            mine = slice(row, row + 1)
-            pages = history.page_table_NB[n, : position // history.rows.shape[1] + 1].long()
-            table = torch.arange(len(pages), dtype=torch.int32, device=device)[None]
-            small, rows = TokenRows(history.rows[pages].clone(), table), Rows.pushed([1], [position], device)
-        arguments: dict[str, Any] = {**self.arguments, name: small, "rows": rows}
-        for other, value in self.arguments.items():
-            if isinstance(value, Tensor) and _has_rows(other, value, batch.count):
-                arguments[other] = value[mine].detach().clone()
-        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
-
-    def _recurrent_at(self, row: int) -> Call:
-        """The rows of one sequence in this push up to the row, after the state before the push."""
-        batch, history = self.arguments["rows"], self.arguments["history"]
-        n = int(batch.sequence_R[row])
-        first = int(batch.starts_N1[n])
-        mine = slice(first, row + 1)
-        rows = Rows.pushed([row + 1 - first], [int(batch.positions_R[first])], batch.positions_R.device)
-        arguments: dict[str, Any] = {**self.arguments, "rows": rows}
-        for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                arguments[name] = (value[mine] if _has_rows(name, value, batch.count) else value).detach().clone()
-        if history is not None:
-            arguments["history"] = held(history, slice(n, n + 1))
-        return replace(self, arguments=arguments, result=_rows_of(self.result, mine.start, mine.stop))
-
-
-def held(history: Any, sequences: slice = slice(None)) -> Any:
-    """A copy of what a recurrent op reads of its sequences, in slots of their own: 0, 1, ... in the order of the batch."""
-    parts = {f.name: getattr(history, f.name) for f in fields(history)}
-    if isinstance(history, PackedDelta):
-        return PackedDelta(**{k: None if v is None else v[sequences].detach().clone() for k, v in parts.items()})
-    slot_N = parts.pop("slot_N")[sequences]
-    return replace(history, slot_N=torch.arange(len(slot_N), device=slot_N.device), **{k: v[slot_N] for k, v in parts.items()})
 
 
 def outputs_of(result: Any) -> list[tuple[str, Tensor]]:
@@ -185,7 +124,7 @@ def _has_rows(name: str, value: Tensor, rows: int) -> bool:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, KeyValues | TokenRows | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value) if f.compare})
     return value
 

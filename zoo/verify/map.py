@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from zoo.common.history import ConvCarry, DeltaState, PackedDelta, TokenRows
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import DECISIONS
 from zoo.common.rows import Rows
@@ -99,18 +98,7 @@ def _kind(x: Tensor) -> str:
 def _rows(call: Call) -> str:
     count = next(t for _, t in call.outputs()).shape[0]
     rows = "1 row" if count == 1 else f"{count} rows"
-    listed = next((value for value in call.arguments.values() if isinstance(value, TokenRows)), None)
-    if listed is not None:
-        return f"{rows}, packed" if listed.page_table_NB is None else f"{rows}, tokens in pages of {listed.rows.shape[1]}"
-    history = call.arguments.get("history")
-    if history is None:
-        return rows
-    if isinstance(history, PackedDelta):
-        return f"{rows}, whole documents"
-    if isinstance(history, ConvCarry | DeltaState):
-        return f"{rows}, a slot a sequence"
-    keys = "packed keys" if history.page_table_NB is None else f"keys in pages of {history.k.shape[1]}"
-    return f"{rows}, {keys}"
+    return rows if call.history is None else f"{rows}, {call.history.words()}"
 
 
 def to_dict(subject: Subject, places: list[Place]) -> dict[str, Any]:
@@ -131,6 +119,7 @@ def words(op: str) -> dict[str, str]:
     return {
         "version": str(c.version),
         "shapes": c.shapes,
+        "reads": ", ".join(f"{name}: {kind}" for name, kind in c.reads.items()),
         "rounds": c.rounds,
         "adds": c.adds,
         "laws": ", ".join(c.laws),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from zoo.common.files import check_fresh, fresh_folder
-from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
+from zoo.common.history import History
 from zoo.common.ops import Provider
 from zoo.common.program import Program
-from zoo.common.row_sampling import RowSampling
-from zoo.common.rows import Rows
 from zoo.verify.calls import Call
 from zoo.verify.trace import Divergence
 
@@ -34,13 +32,10 @@ import torch
 from safetensors.torch import load_file
 
 from zoo.common import ops
-from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
-from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.program import Program
-from zoo.common.rows import Rows
-from zoo.common.row_sampling import RowSampling
 from zoo.testing import as_integers, tensors
+{records}
 
 stored = load_file(Path(__file__).with_name("{file}"), device="{device}")
 
@@ -79,9 +74,12 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     stored: dict[str, Tensor] = {}
     place = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}"
     title = f"{place}: {names[0]} against {names[1]}."
-    text = _HEAD.format(title=title, script=SCRIPT, file=TENSORS, device=device, op=first.contract.name)
-    for side, name, call in zip("ab", names, divergence.calls, strict=True):
-        text += _function(f"call_{side}", name, call, side, stored)
+    records: set[type] = set()
+    both = zip("ab", names, divergence.calls, strict=True)
+    functions = [_function(f"call_{side}", name, call, side, stored, records) for side, name, call in both]
+    imports = "\n".join(sorted(f"from {record.__module__} import {record.__name__}" for record in records))
+    text = _HEAD.format(title=title, script=SCRIPT, file=TENSORS, device=device, op=first.contract.name, records=imports)
+    text += "".join(functions)
     names_and_rows = ", ".join(f"(call_{side}, {call.row})" for side, call in zip("ab", divergence.calls, strict=True))
     text += _TAIL.format(part=int(key.part[4:-1]), names=names_and_rows)
     with fresh_folder(folder) as unfinished:
@@ -90,7 +88,7 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     return folder / SCRIPT
 
 
-def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor]) -> str:
+def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor], records: set[type]) -> str:
     provider = call.provider
     # a planted or outside class goes by the program's own name for it, so that a plain Program finds it
     plain = Program(**{f.name: getattr(call.program, f.name) for f in fields(Program)})
@@ -100,7 +98,7 @@ def _function(python_name: str, run: str, call: Call, side: str, stored: dict[st
     lines = [f"    only({_provider(mine)})"]
     arguments = []
     for name, value in call.arguments.items():
-        arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored)}")
+        arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored, records)}")
     body = ",\n        ".join(arguments)
     lines.append(f"    return ops.{call.name}(\n        {body},\n    )")
     return "\n".join(["", f"def {python_name}():", f'    """{run}"""', *lines, ""])
@@ -110,17 +108,20 @@ def _provider(p: Provider) -> str:
     return f"Provider({p.name!r}, {p.byte_class!r}, {p.device!r}, {p.forward!r}, {p.backward!r}, needs={p.needs!r}, defining=True)"
 
 
-def _code(value: Any, name: str, stored: dict[str, Tensor]) -> str:
-    """A Python expression for a value; its tensors go to `stored`."""
+def _code(value: Any, name: str, stored: dict[str, Tensor], records: set[type]) -> str:
+    """A Python expression for a value; its tensors go to `stored`, the classes of its records to `records`."""
     if isinstance(value, Tensor):
         stored[name] = value.detach()
         return f"stored[{name!r}]"
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, KeyValues | TokenRows | Rows | RowSampling | DeltaState | ConvCarry | PackedDelta):
+    if is_dataclass(value):
+        records.add(type(value))
         parts = {f.name: getattr(value, f.name) for f in fields(value) if f.compare}
-        code = {part: _code(item, f"{name}.{part}", stored) for part, item in parts.items()}
-        own = ".clone()" if isinstance(value, DeltaState | ConvCarry) else ""  # the call changes its slots
-        return f"{type(value).__name__}({', '.join(f'{part}={text}{own}' for part, text in code.items())})"
+        code = {part: _code(item, f"{name}.{part}", stored, records) for part, item in parts.items()}
+        text = f"{type(value).__name__}({', '.join(f'{part}={text}' for part, text in code.items())})"
+        return f"{text}.copied()" if isinstance(value, History) else text  # slots move on in the call
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        records.add(type(value))
     assert value is None or isinstance(value, bool | int | float | str | tuple), f"{name} is a {type(value).__name__}"
     return repr(value)

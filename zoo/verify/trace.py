@@ -21,7 +21,7 @@ from zoo.common.ops import watch
 from zoo.common.ops.contract import Contract
 from zoo.common.rows import Rows
 from zoo.testing import as_integers, ulp_distance
-from zoo.verify.calls import RECURRENT, Call, held, outputs_of
+from zoo.verify.calls import Call, outputs_of
 
 _POSITION_BITS = 32
 
@@ -111,19 +111,18 @@ class Tracer(Tap):
 
     def _hold(self, contract: Contract, seen: dict[str, Any]) -> None:
         """Copies the slots of the call that is sought before it changes them."""
-        if self._batch is None or self.capture is None or self.call is not None or contract.name not in RECURRENT:
+        if self._batch is None or self.capture is None or self.call is not None or not contract.history:
             return
-        key, layer = self.capture[0], self._path[-1]
-        if (key.layer, key.op, key.index) == (layer, contract.name, self._calls[layer, contract.name]):
-            history = Call.of(contract, seen, None).arguments["history"]
-            self._history = None if history is None else held(history)
+        key, layer, step = self.capture[0], self._path[-1], seen["function"].step
+        if (key.layer, key.op, key.index) == (layer, step, self._calls[layer, step]):
+            history = Call.of(contract, seen, None).history
+            self._history = None if history is None else history.before()
 
     def _observe(self, contract: Contract, seen: dict[str, Any], result: Any) -> None:
         if self._batch is None:
             return
         sequence_R, position_R = self._batch
-        # decode holds its logits, scoring does not: what both have is the reduction over them
-        op = "logits" if seen["function"].__name__ == "logits" else contract.name
+        op = seen["function"].step
         layer = self._path[-1] if self._path else "head"
         index = self._calls[layer, op]
         self._calls[layer, op] += 1
@@ -139,8 +138,8 @@ class Tracer(Tap):
                     batch, self._batch = self._batch, None  # shrinking calls the op again
                     with torch.no_grad():
                         call = Call.of(contract, seen, result)
-                        if contract.name in RECURRENT:
-                            call.arguments["history"] = self._history
+                        if contract.history:
+                            call.arguments[contract.history] = self._history
                         self.call = call.shrunk(int(found[0]), len(sequence_R))
                     self._batch = batch
 

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from zoo.common.program import Program
@@ -67,12 +68,42 @@ class Provider:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """What a server would hold of the sequences of a call: `rows` [R, ...] of a training call, one for every so many tokens."""
+
+    rows: Tensor
+    tokens_a_row: int = 1
+
+
+class Witness(Protocol):
+    """What a server must hold of one sequence in a slot, from the operands of training's call."""
+
+    def after(self, length: int) -> dict[str, Tensor]:
+        """A slot's bytes after `length` tokens, named as the memory's `written` names them."""
+
+
+Arguments = Mapping[str, Any]  # of one call, by name, defaults filled in
+
+
+def no_shape(arguments: Arguments) -> tuple[int, ...]:
+    return ()
+
+
+def nothing_cached(arguments: Arguments) -> dict[str, Cached]:
+    return {}
+
+
+@dataclass(frozen=True)
 class Contract:
     """The promise of an op, in words that `zoo map` prints, and its providers.
 
     reads   the dtype of every tensor argument, one of READS by the argument's name (`history.k`: an attribute of an argument).
             `observed` holds every call against it, since a parameter may be cast between a model's check and the op: by a
             mixed-precision policy
+    shape   what the choice of a provider depends on, from a call's arguments
+    history the name of the argument that holds what came before the call's rows, of the protocol `History`; empty: there is none
+    cached  what a server would hold of a training call's history, named as the memory's `written` names it
+    witness a training call's arguments and the rows of one document -> what a slot must hold of it, where the call changes slots
     """
 
     name: str
@@ -85,6 +116,10 @@ class Contract:
     backward: str
     launch: str
     providers: tuple[Provider, ...]
+    shape: Callable[[Arguments], tuple[int, ...]] = no_shape
+    history: str = ""
+    cached: Callable[[Arguments], dict[str, Cached]] = nothing_cached
+    witness: Callable[[Arguments, slice], Witness] | None = None
 
     def __post_init__(self) -> None:
         unknown = set(self.laws) - set(LAWS)
@@ -225,8 +260,12 @@ def checked(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorate
 
 
-def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets `watch` see every call of an op: its contract, arguments and result. What the contract doesn't read is refused before."""
+def observed(contract: Contract, step: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets `watch` see every call of an op: its contract, arguments and result. What the contract doesn't read is refused before.
+
+    step: the name of what this function gives where that is no result that every way to the contract's result has: logits, which
+    decode holds whole and scoring does not.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         function = checked(contract)(function)
@@ -240,6 +279,7 @@ def observed(contract: Contract) -> Callable[[Callable[..., Any]], Callable[...,
                 observer(contract, {"args": args, **kwargs, "function": call}, result)
             return result
 
+        call.step = step or contract.name  # type: ignore[attr-defined]
         return call
 
     return decorate

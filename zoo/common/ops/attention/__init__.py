@@ -7,13 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from zoo.common.history import KeyValues
-from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Arguments, Cached, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
 
 def _fa4_serves(head_dim: int, query_heads: int, kv_heads: int) -> bool:
     return head_dim in (64, 128, 256)
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    _, heads, width = arguments["q_RHE"].shape
+    return width, heads, arguments["history"].k.shape[-2]
+
+
+def _cached(arguments: Arguments) -> dict[str, Cached]:
+    return {"k": Cached(arguments["history"].k), "v": Cached(arguments["history"].v)}
 
 
 CONTRACT = Contract(
@@ -44,6 +53,9 @@ CONTRACT = Contract(
             needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
         ),
     ),
+    shape=_shape,
+    history="history",
+    cached=_cached,
 )  # fmt: skip
 
 
@@ -74,5 +86,5 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
     heads, kv_heads = q_RHE.shape[1], history.k.shape[-2]
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
-    provider = CONTRACT.provider(program, (q_RHE.shape[2], heads, kv_heads))
+    provider = CONTRACT.provider(program, _shape({"q_RHE": q_RHE, "history": history}))
     return _Attention.run(q_RHE, history.k, history.v, history.page_table_NB, rows, scale, program.key_segment(q_RHE.shape[2]), provider)

@@ -7,11 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from zoo.common.history import ConvCarry, PackedDelta
-from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.causal_conv.witness import CarryWitness
+from zoo.common.ops.contract import PROGRAM, Arguments, Contract, OpFunction, Provider, Witness, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
 CARRY = 3  # rows that a sequence hands on: those before the newest under a filter of 4 taps
+
+
+def _witness(arguments: Arguments, document: slice) -> Witness:
+    return CarryWitness(arguments["x_RC"].detach()[document], CARRY)
+
 
 CONTRACT = Contract(
     name="causal_conv",
@@ -33,6 +39,8 @@ CONTRACT = Contract(
             f"{__name__}.backward:causal_conv_backward", defining=True,
         ),
     ),
+    history="history",
+    witness=_witness,
 )  # fmt: skip
 
 

@@ -6,12 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, Arguments, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
 def _deepgemm_serves(experts: int, hidden: int, inner: int) -> bool:
     return hidden % 64 == 0 and inner % 64 == 0
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    count, twice, hidden = arguments["gate_up_X2FD"].shape
+    return count, hidden, twice // 2
 
 
 CONTRACT = Contract(
@@ -36,6 +41,7 @@ CONTRACT = Contract(
             f"{__name__}.kernels:experts_backward", defining=True,
         ),
     ),
+    shape=_shape,
 )  # fmt: skip
 
 
@@ -64,4 +70,4 @@ def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Te
         )
     if x_RD.shape[1] != hidden:
         raise ValueError(f"experts: rows of {x_RD.shape[1]} columns, experts of {hidden}")
-    return _Experts.run(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, (count, hidden, twice // 2)))
+    return _Experts.run(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, _shape({"gate_up_X2FD": gate_up_X2FD})))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import DeltaState, PackedDelta
-from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, checked, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, WIDE, Arguments, Contract, OpFunction, Provider, Witness, checked, closed_form, observed
+from zoo.common.ops.gated_delta.witness import OPERANDS, SlotWitness
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -19,6 +20,18 @@ def _serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> b
 
 
 BACKWARD = f"{__name__}.kernels_backward:gated_delta_backward"
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    _, key_heads, key_dim = arguments["q_RHK"].shape
+    _, value_heads, value_dim = arguments["v_RVE"].shape
+    return key_heads, value_heads, key_dim, value_dim
+
+
+def _witness(arguments: Arguments, document: slice) -> Witness:
+    operands = tuple(arguments[name].detach()[document] for name in OPERANDS)
+    return SlotWitness(operands, arguments["program"], gated_delta, gated_delta_states)
+
 
 CONTRACT = Contract(
     name="gated_delta",
@@ -55,6 +68,9 @@ CONTRACT = Contract(
         ),
         Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_serves, defining=True),
     ),
+    shape=_shape,
+    history="history",
+    witness=_witness,
 )  # fmt: skip
 
 
@@ -144,4 +160,4 @@ def gated_delta_states(
 
 
 def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:
-    return CONTRACT.provider(program, (*q_RHK.shape[1:2], *v_RVE.shape[1:2], q_RHK.shape[2], v_RVE.shape[2]))
+    return CONTRACT.provider(program, _shape({"q_RHK": q_RHK, "v_RVE": v_RVE}))

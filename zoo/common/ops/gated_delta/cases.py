@@ -14,6 +14,7 @@ from zoo.common.history import DeltaState
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
 from zoo.common.ops.contract import Provider
 from zoo.common.ops.gated_delta.slots import CHUNK, FROM_ZERO, empty_state, live_bytes, slot_tensors
+from zoo.common.ops.gated_delta.witness import OPERANDS
 from zoo.common.program import Program, resolve
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -27,7 +28,6 @@ from zoo.testing import (
     split_plans,
 )
 
-OPERANDS = ("q_RHK", "k_RHK", "v_RVE", "log_decay_RV", "beta_RV")
 EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)
 
 

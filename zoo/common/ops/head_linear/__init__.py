@@ -6,8 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Arguments, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    return tuple(arguments["weight_HNK"].shape)
+
 
 CONTRACT = Contract(
     name="head_linear",
@@ -28,6 +33,7 @@ CONTRACT = Contract(
             "triton", "fixed_k", "cuda", f"{__name__}.kernels:head_linear", f"{__name__}.kernels:head_linear_backward", defining=True,
         ),
     ),
+    shape=_shape,
 )  # fmt: skip
 
 
@@ -49,5 +55,5 @@ def head_linear(x_RHK: Tensor, weight_HNK: Tensor, *, program: Program) -> Tenso
     """y_RHN[:, h] = x_RHK[:, h] weight_HNK[h]^T. ValueError if heads or widths differ."""
     if x_RHK.shape[1] != weight_HNK.shape[0] or x_RHK.shape[2] != weight_HNK.shape[2]:
         raise ValueError(f"head_linear: x has heads and columns {tuple(x_RHK.shape[1:])}, the weight is {tuple(weight_HNK.shape)}")
-    provider = CONTRACT.provider(program, tuple(weight_HNK.shape))
+    provider = CONTRACT.provider(program, _shape({"weight_HNK": weight_HNK}))
     return _HeadLinear.run(x_RHK, weight_HNK, provider)

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import PROGRAM, Arguments, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
 def _deepgemm_serves(n: int, k: int, k_parts: int) -> bool:
     return k_parts == 1 and n % 8 == 0 and k % 8 == 0 and n >= 16
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    return (*arguments["weight_NK"].shape, arguments["k_parts"])
 
 
 CONTRACT = Contract(
@@ -35,6 +39,7 @@ CONTRACT = Contract(
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:linear_triton", f"{__name__}.kernels:linear_backward", defining=True),
         Provider("cublas", "cublas", "cuda", f"{__name__}.kernels:linear_cublas", f"{__name__}.kernels:linear_backward", defining=True),
     ),
+    shape=_shape,
 )  # fmt: skip
 
 
@@ -63,5 +68,5 @@ def linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torc
         raise ValueError(f"linear: x has {x_RK.shape[-1]} columns, the weight takes {weight_NK.shape[1]}")
     if weight_NK.shape[1] % k_parts:
         raise ValueError(f"linear: K = {weight_NK.shape[1]} does not divide into {k_parts} parts")
-    provider = CONTRACT.provider(program, (weight_NK.shape[0], weight_NK.shape[1], k_parts))
+    provider = CONTRACT.provider(program, _shape({"weight_NK": weight_NK, "k_parts": k_parts}))
     return _Linear.run(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts, provider)

@@ -116,7 +116,7 @@ def log_prob(
     return TokenScores(*_LogProb.run(hidden_RD, weight_VD, targets_R, inverse_temperature_R, program, provider))
 
 
-@observed(CONTRACT)
+@observed(CONTRACT, step="logits")
 def logits(hidden_RD: Tensor, weight_VD: Tensor, *, program: Program, inverse_temperature_R: Tensor | None = None) -> Tensor:
     """FP32 logits [R, V] of a decode batch, the same bytes that `log_prob` reduces."""
     return _logits(hidden_RD, weight_VD, inverse_temperature_R, program)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.ops.contract import PROGRAM, Contract, Provider, observed
+from zoo.common.ops.contract import PROGRAM, Arguments, Cached, Contract, Provider, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
+
+
+def _cached(arguments: Arguments) -> dict[str, Cached]:
+    return {"index": Cached(arguments["keys"].rows)}
+
 
 CONTRACT = Contract(
     name="select",
@@ -29,6 +34,8 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:select", f"{__name__}.reference:select", defining=True),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:select", f"{__name__}.kernels:select", defining=True),
     ),
+    history="keys",
+    cached=_cached,
 )  # fmt: skip
 
 

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from zoo.common.history import TokenRows
-from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import INTEGERS, PROGRAM, Arguments, Cached, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
+
+
+def _shape(arguments: Arguments) -> tuple[int, ...]:
+    _, heads, width = arguments["q_RHC"].shape
+    return width, arguments["values"], heads
+
+
+def _cached(arguments: Arguments) -> dict[str, Cached]:
+    return {"latent": Cached(arguments["latent"].rows)}
+
 
 CONTRACT = Contract(
     name="sparse_attention",
@@ -35,6 +45,9 @@ CONTRACT = Contract(
             defining=True,
         ),
     ),
+    shape=_shape,
+    history="latent",
+    cached=_cached,
 )  # fmt: skip
 
 
@@ -73,5 +86,5 @@ def sparse_attention(
         raise ValueError(
             f"sparse_attention: positions are int32 of {q_RHC.shape[0]} rows, not {positions_RK.dtype} of {positions_RK.shape[0]}"
         )
-    provider = CONTRACT.provider(program, (q_RHC.shape[2], values, q_RHC.shape[1]))
+    provider = CONTRACT.provider(program, _shape({"q_RHC": q_RHC, "values": values}))
     return _SparseAttention.run(q_RHC, latent.rows, latent.page_table_NB, positions_RK, rows, values, scale, provider)
