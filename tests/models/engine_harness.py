@@ -11,7 +11,8 @@ from model_harness import Models
 from torch import Tensor
 
 from zoo.common.engine import Engine
-from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.engine.request import Request
+from zoo.common.engine.scheduler import Scheduler
 from zoo.common.ops.sample import sample
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.common.row_sampling import RowSampling

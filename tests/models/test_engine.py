@@ -34,8 +34,9 @@ from safetensors.torch import load_file, save_file
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
 from zoo.common.engine.pages import Key, Node, PagePool
+from zoo.common.engine.request import Request
 from zoo.common.engine.runner import Runner, batch_bucket
-from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.engine.scheduler import Scheduler
 from zoo.common.generate import generate_command
 from zoo.common.memory import Memory, SlotPart
 from zoo.common.ops import CONTRACTS, watch
@@ -243,7 +244,10 @@ def updated(kind: str, mode: str, steps: int, weights: Any = None) -> tuple[Engi
     ids = [served.add(*request) for request in REQUESTS]
     done = [record for _ in range(steps) for record in served.step()]
     assert not done
-    before = [replace(served._find(i), tokens=list(served._find(i).tokens), log_probs=list(served._find(i).log_probs)) for i in ids]
+    before = [
+        replace(served.requests.find(i), tokens=list(served.requests.find(i).tokens), log_probs=list(served.requests.find(i).log_probs))
+        for i in ids
+    ]
     served.update_weights(QWEN3.weights(kind) if weights is None else weights, mode)
     by_id = {record.request_id: record for record in drive(served)}
     return served, before, [by_id[i] for i in ids]
@@ -290,10 +294,10 @@ def test_rows_of_two_versions_are_not_shared(shared: bool) -> None:
     served, prompt = Engine(serving("dense"), pages=30, page_size=64, chunk_rows=30), tokens(150, 7)
     request_id = served.add(prompt, REQUESTS[0][1])
     served.step()
-    assert served._find(request_id).computed == 30
+    assert served.requests.find(request_id).computed == 30
     served.update_weights(QWEN3.weights("dense"), "keep")
     if shared:
-        served._find(request_id).pure = True
+        served.requests.find(request_id).pure = True
     [first] = drive(served)
     assert not first.exact
     fresh = Engine(serving("dense", seed=2), pages=30, page_size=64, prefix_cache=False).generate([prompt], REQUESTS[0][1])[0]
@@ -518,7 +522,7 @@ def test_a_generate_that_fails_leaves_nothing_queued() -> None:
     with pytest.raises(ZeroDivisionError):
         served.generate(*zip(*REQUESTS))
     hook.remove()
-    assert list(served._requests) == [foreign] and not served._finished
+    assert list(served.requests.active) == [foreign] and not served.requests.finished
     assert [numbers(record) for record in served.generate(*zip(*REQUESTS))] == baseline("dense")
     assert [numbers(record) for record in served.run()] == baseline("dense")[1:2]
 

@@ -16,7 +16,8 @@ from engine_harness import STEM, check_pages, numbers, tokens, twins
 
 from zoo.common import engine as package
 from zoo.common.engine import Engine
-from zoo.common.engine.scheduler import Request
+from zoo.common.engine.changes import Changes
+from zoo.common.engine.request import Request
 from zoo.common.rollouts import SamplingParams
 
 FOLDER = str(Path(package.__file__).parent)
@@ -47,7 +48,7 @@ class Interrupter:
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self.left -= 1
-            if self.engine is not None and self.engine._unfinished is not None:
+            if self.engine is not None and self.engine.changes.unfinished is not None:
                 self.marked.append((1 << 40) - self.left)
             if self.left == 0:
                 self.struck += 1
@@ -55,7 +56,7 @@ class Interrupter:
         return self._line
 
     def call(self, call: Callable[[Engine, list[str]], None], engine: Engine, ids: list[str]) -> None:
-        recover = engine._recover
+        recover = engine.recover
 
         def interrupted(dropped: Any) -> None:
             if self.again:
@@ -64,19 +65,20 @@ class Interrupter:
                 sys.settrace(self)  # a trace function that raised was taken away
             recover(dropped)
 
-        engine._recover = interrupted  # type: ignore[method-assign]
+        engine.recover = interrupted  # type: ignore[method-assign]
         before = sys.gettrace()
         sys.settrace(self)
         try:
             call(engine, ids)
         finally:
             sys.settrace(before)
-            engine._recover = recover  # type: ignore[method-assign]
+            engine.recover = recover  # type: ignore[method-assign]
 
 
-def started(kind: type[Engine] = Engine) -> tuple[Engine, list[str]]:
+def started(changes: type[Changes] = Changes) -> tuple[Engine, list[str]]:
     """An engine in the middle: two requests run, on a shared page, and one waits."""
-    engine = kind(twins("dense")[1], pages=9, page_size=16, max_batch=2)
+    engine = Engine(twins("dense")[1], pages=9, page_size=16, max_batch=2)
+    engine.changes = changes()
     ids = [engine.add(*request) for request in ASKED]
     engine.step()
     assert [len(engine.scheduler.running), len(engine.scheduler.waiting)] == [2, 1]
@@ -131,14 +133,14 @@ def check(engine: Engine, ids: list[str], call: Callable[[Engine, list[str]], No
         assert gone or done[request_id] == record
     more = [record for request_id, record in done.items() if request_id not in ids]
     assert len(more) <= (call is add) and all(record == expected[0] for record in more)
-    assert not engine.busy and not engine._finished
+    assert not engine.busy and not engine.requests.finished
     check_pages(engine)
     assert engine.scheduler.pool.available == 8
 
 
-def lines_of(call: Callable[[Engine, list[str]], None], kind: type[Engine] = Engine) -> tuple[int, list[int]]:
+def lines_of(call: Callable[[Engine, list[str]], None], changes: type[Changes] = Changes) -> tuple[int, list[int]]:
     """How many lines a call runs, and in which of them its change is marked."""
-    engine, ids = started(kind)
+    engine, ids = started(changes)
     counter = Interrupter(1 << 40)
     counter.engine = engine
     counter.call(call, engine, ids)
@@ -175,11 +177,11 @@ def test_a_second_interrupt_while_the_first_is_mended_leaks_nothing(call: Callab
     assert twice > 5
 
 
-class Unmarked(Engine):
+class Unmarked(Changes):
     """A fault: changes leave no mark."""
 
     @contextmanager
-    def _change(self, *requests: Request) -> Iterator[None]:
+    def change(self, *requests: Request) -> Iterator[None]:
         yield
 
 

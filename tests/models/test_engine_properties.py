@@ -40,7 +40,7 @@ def play(engine: Engine, moves: list[tuple[str, int]]) -> None:
         check_pages(engine)
 
     for move, value in moves:
-        ids = list(engine._requests)
+        ids = list(engine.requests.active)
         if move == "add":
             which[engine.add(*REQUESTS[value])] = value
         elif move == "step":

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from weights_tools.make_tiny import write_tokenizer
 from zoo.common import generate as generate_module
-from zoo.common.engine import Engine
-from zoo.common.engine import engine as engine_module
-from zoo.common.engine.engine import CPU_BYTES
+from zoo.common.engine import Engine, sizing
 from zoo.common.engine.pages import Key, PagePool
-from zoo.common.engine.scheduler import Request, Scheduler, Start
+from zoo.common.engine.request import Request
+from zoo.common.engine.scheduler import Scheduler, Start
+from zoo.common.engine.sizing import CPU_BYTES
 from zoo.common.memory import Memory, Snapshot
 from zoo.common.rollouts import Completion, SamplingParams, check_draws
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
@@ -500,7 +500,7 @@ def test_an_update_with_recompute_while_requests_hold_slots(kind: str, steps: in
     ids = [served.add(*request) for request in REQUESTS]
     done = [record for _ in range(steps) for record in served.step()]
     assert not done
-    drawn = {request_id: len(served._find(request_id).log_probs) for request_id in ids}
+    drawn = {request_id: len(served.requests.find(request_id).log_probs) for request_id in ids}
     running = [request for request in served.scheduler.running if request.computed]
     assert running and all(request.slot for request in running)
     assert any(request.computed % 64 for request in running)
@@ -527,7 +527,7 @@ def test_rows_and_states_of_two_versions_are_not_shared(shared: bool) -> None:
     request_id = served.add(LONG[:200], REQUESTS[0][1])
     served.step()
     served.update_weights(FAMILY.weights("dense"), mode="keep")
-    request = served._find(request_id)
+    request = served.requests.find(request_id)
     assert request.slot and request.computed == 30
     request.pure |= shared
     assert not drive(served)[0].exact
@@ -579,10 +579,10 @@ def test_pages_that_fit_leave_room_for_slots(monkeypatch: pytest.MonkeyPatch) ->
     assert memory.pages > 100 and memory.slots == 64 and memory.nbytes <= CPU_BYTES
     least = model.make_memory(2, None, 1).nbytes
     for room, slots in ((least, 1), (least + 100_000, 1), (2 * least, 1), (10 * least, 5), (100 * least, 50)):
-        monkeypatch.setattr(engine_module, "CPU_BYTES", room)
+        monkeypatch.setattr(sizing, "CPU_BYTES", room)
         memory = Engine(model).scheduler.memory
         assert memory.nbytes <= room and memory.pages >= 2 and memory.slots >= slots
-    monkeypatch.setattr(engine_module, "CPU_BYTES", least - 1)
+    monkeypatch.setattr(sizing, "CPU_BYTES", least - 1)
     with pytest.raises(ValueError, match=f"one request of one page takes {least:,} bytes, there is room for {least - 1:,}"):
         Engine(model)
 
@@ -602,7 +602,7 @@ def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPa
     tried = {least - 1: [(2, 1)], least: [(2, 1), (3, 1)], both - 1: [(2, 1), (3, 1)], both: [(2, 1), (3, 1), (2, 2)]}
     for room, sizes in tried.items():
         made.clear()
-        monkeypatch.setattr(engine_module, "CPU_BYTES", room)
+        monkeypatch.setattr(sizing, "CPU_BYTES", room)
         if room < least:
             with pytest.raises(ValueError, match="one request of one page takes"):
                 Engine(model)

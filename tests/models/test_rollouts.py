@@ -14,8 +14,9 @@ from engine_harness import QWEN3, STEM, serving, tokens, twins
 from transformers import BatchEncoding
 
 from zoo.common.engine import Engine
+from zoo.common.engine.request import Request
 from zoo.common.engine.runner import Runner
-from zoo.common.engine.scheduler import Request, Scheduler
+from zoo.common.engine.scheduler import Scheduler
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.rollouts import Completion, SamplingParams, check_draws, seed_of_sample
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import zoo
 from zoo.common.engine import Engine
-from zoo.common.engine.engine import MAX_BATCH
+from zoo.common.engine.sizing import MAX_BATCH
 from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
 from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -141,6 +141,6 @@ def check_id(token: int, vocabulary: int) -> None:
         raise ValueError(f"token id {token} is outside the vocabulary of {vocabulary}")
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is an integer, Python's or numpy's, and no truth value."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zoo.common.engine import Engine
-from zoo.common.engine.engine import MAX_BATCH
+from zoo.common.engine.sizing import MAX_BATCH
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.verify.subject import Subject
 

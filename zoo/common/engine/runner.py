@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common.engine.scheduler import Request
+from zoo.common.engine.request import Request
 from zoo.common.memory import ServingMemory
 from zoo.common.ops.sample import Drawn, sample
 from zoo.common.row_sampling import RowSampling

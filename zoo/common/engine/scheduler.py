@@ -8,81 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zoo.common.engine.pages import Key, Node, PagePool
+from zoo.common.engine.request import Request
 from zoo.common.memory import ServingMemory
-from zoo.common.rollouts import SamplingParams
-
-
-@dataclass(eq=False)
-class Request:
-    """One request. `tokens` is the prompt and what was drawn; the first `computed` of them have rows in memory.
-
-    params names its seed and every token that ends it
-    nodes  cached pages that the first entries of `pages` are
-    pure   every row in memory was pushed by the weights now loaded, so its pages may be shared
-    exact, versions, log-probabilities: see Completion
-    """
-
-    request_id: str
-    order: int
-    prompt_length: int
-    params: SamplingParams
-    scores_prompt: bool
-    tokens: list[int]
-    computed: int = 0
-    slot: int = 0
-    pages: list[int] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    filtered_log_probs: list[float] = field(default_factory=list)
-    prompt_log_probs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    pure: bool = True
-    exact: bool = True
-    ended: bool = False
-
-    @property
-    def pending(self) -> int:
-        """Rows still to be pushed; the last of them draws the next token."""
-        return len(self.tokens) - self.computed
-
-    def mark(self, rows: range, version: str) -> None:
-        """Notes who pushed `rows`. A row whose token is already drawn keeps the weights that drew it."""
-        for row in rows:
-            if row == len(self.versions):
-                self.versions.append(version)
-            elif row < self.prompt_length - 1:
-                self.versions[row] = version
-
-    def rewind(self) -> None:
-        """Back to the last token that was drawn with all its numbers, no row in memory: a step broke off at any point.
-
-        So may this: the count of drawn tokens that everything else is cut to is written first.
-        """
-        drawn = len(self.filtered_log_probs)
-        del self.tokens[self.prompt_length + drawn :]
-        if drawn and self.finish_reason() is not None:  # it had no time to end, so it draws that token again
-            drawn -= 1
-        del self.filtered_log_probs[drawn:]
-        del self.log_probs[drawn:]
-        del self.tokens[self.prompt_length + drawn :]
-        del self.versions[len(self.tokens) - 1 :]
-        del self.prompt_log_probs[len(self.versions) :]
-        self.ended = False
-        self.forget()
-
-    def forget(self) -> None:
-        """It holds nothing any more."""
-        self.computed = 0
-        self.slot = 0
-        self.pages = []
-        self.nodes = []
-        self.pure = True
-
-    def finish_reason(self) -> str | None:
-        """Whether the last token ends the request, and why."""
-        if self.tokens[-1] in self.params.stop_token_ids:
-            return "stop"
-        return "length" if len(self.tokens) - self.prompt_length == self.params.max_new_tokens else None
 
 
 def _order(request: Request) -> int:
