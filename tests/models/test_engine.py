@@ -119,7 +119,7 @@ def test_a_wrong_cached_byte_is_caught() -> None:
     warm = engine()
     generate(warm)
     page = next(iter(warm.scheduler.pool.nodes.values())).page
-    warm.scheduler.memory.v_LPSGE[0, page, 3] += 1.0
+    warm.scheduler.memory.tensors()["v"][0, page, 3] += 1.0
     assert generate(warm) != baseline("dense")
 
 
