@@ -1,6 +1,20 @@
 """sample in Triton: the cut by narrowing a range of ordered integer keys (no sort, no float sum), and what it leaves.
 
-B blocks (programs) of a row, T thresholds, L listed tokens.
+With the tokens of a row by falling logit x, lower id first among equals, p = exp(x - lse) and mass m = floor(p 2^60), a token stays if
+
+    rank < top_k                        top-k: Fan, Lewis, Dauphin 2018 (arXiv 1805.04833), section 5.1
+    mass before it <= top_p 2^60        top-p: Holtzman et al. 2019 (arXiv 1904.09751), section 3.1
+    it isn't behind the last token      min-p: Nguyen et al. 2024 (arXiv 2407.01082), section 3
+      with p >= min_p max p
+
+All three keep a prefix of that order, so the cut is one token: the last that stays. It is found by search, as a radix select finds a
+rank: count and mass above T thresholds divide a range of keys, the part that holds the cut becomes the next range.
+
+    first pass     count and mass above each threshold, over the whole row          _first_kernel
+    ROUNDS passes  the range narrows; what is left is listed once it is short        _round_kernel
+    last pass      a binary search over the list, then the rank among equals         _last_kernel
+
+B blocks (programs) of a row, T thresholds, L listed tokens, S numbers of a row's state.
 """
 
 from __future__ import annotations
@@ -17,16 +31,24 @@ from zoo.common.row_sampling import MASS_ONE, NO_CUT
 
 __all__ = ["cut", "draw", "probability_and_mass", "restrict"]
 
-# thresholds of a row's first tally, so many nats apart below the log-sum-exp, and of the later ones, which divide evenly what is left
-FIRST_THRESHOLDS, FIRST_STEP, THRESHOLDS = 8, 2.0, 16
+# thresholds of a row's first tally, and how many nats apart they lie below the log-sum-exp
+FIRST_THRESHOLDS = 8
+FIRST_STEP = 2.0
+# thresholds of the later ones, which divide evenly what is left
+THRESHOLDS = 16
 # how often the range is narrowed, until at most LISTED tokens are left in it; of more, one program alone searches the row
-ROUNDS, LISTED = 3, 4096
-# columns that a program reads at once; (rows, chunks): of up to so many rows a program's share of each is so many chunks of columns
-CHUNK, SHARES = 1024, ((8, 2), (96, 8), (1 << 31, 32))
+ROUNDS = 3
+LISTED = 4096
+# columns that a program reads at once
+CHUNK = 1024
+# (rows, chunks): of up to so many rows a program's share of each is so many chunks of columns
+SHARES = ((8, 2), (96, 8), (1 << 31, 32))
 # columns that the last program reads at once of a list, and of a whole row
-LIST_BLOCK, ROW_BLOCK = 1024, 4096
+LIST_BLOCK = 1024
+ROW_BLOCK = 4096
 # four programs of the kernels that read rows fit on a multiprocessor
-WARPS, REGISTERS = 8, 64
+WARPS = 8
+REGISTERS = 64
 RESTRICT_BLOCK = 2048
 
 _MASS_ONE = tl.constexpr(float(MASS_ONE))
@@ -69,7 +91,7 @@ def _keys(values, start, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def probability_and_mass(key, lse):
-    """FP32 probabilities and their int64 masses."""
+    """p = exp(x - lse) in FP32, and its mass floor(p 2^60) in int64, whose sums are the same in every order."""
     p = tl.exp(_logit_of(key) - lse)
     p = tl.where(p >= 0, p, 0.0)
     return p, (p * _MASS_ONE).to(tl.int64)
@@ -87,14 +109,14 @@ def _filters(top_k_R, mass_limit_R, min_p_R, r, width):
 
 @triton.jit
 def _fits(count, mass, top_k, limit):
-    """Whether the first token below this many of this mass stays; the very first always does."""
+    """Whether the first token below `count` tokens of this mass stays: rank < top_k and mass <= limit; the very first always does."""
     few = tl.where((top_k < 1) | (limit < 0), 1, top_k)
     return (count < few) & (mass <= tl.maximum(limit, 0))
 
 
 @triton.jit
 def _room(count, mass, tied, top_k, limit):
-    """How many equals of mass `tied` stay below this many tokens of this mass: they share one mass, so it is a division."""
+    """How many equals of mass `tied` stay below this many tokens of this mass: floor((limit - mass) / tied) + 1, at most top_k."""
     room = tl.where(tied > 0, (limit - mass) // tl.maximum(tied, 1) + 1, _NO_CUT)
     return tl.maximum(tl.minimum(room, top_k - count), 1)
 
@@ -112,9 +134,22 @@ def _thresholds(t, low, high, lse, T: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def _tally(
-    row, r, b, low, high, lse, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width,
-    CHUNKS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr
-):  # fmt: skip
+    row,
+    r,
+    b,
+    low,
+    high,
+    lse,
+    count_RTB,
+    mass_RTB,
+    end_RB,
+    peak_RB,
+    blocks,
+    width,
+    CHUNKS: tl.constexpr,
+    T: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     """Stores a block's count and mass above each threshold, its lowest key but -inf and its highest, all of low < key <= high.
 
     The first one stores its largest probability too.
@@ -149,24 +184,50 @@ def _tally(
 
 @triton.jit
 def _first_kernel(
-    logits, lse_R, top_k_R, mass_limit_R, min_p_R, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width, stride,
-    CHUNKS: tl.constexpr, T: tl.constexpr
-):  # fmt: skip
+    logits,
+    lse_R,
+    top_k_R,
+    mass_limit_R,
+    min_p_R,
+    count_RTB,
+    mass_RTB,
+    end_RB,
+    peak_RB,
+    blocks,
+    width,
+    stride,
+    CHUNKS: tl.constexpr,
+    T: tl.constexpr,
+):
     """Tallies the whole row."""
     b = tl.program_id(0)
     r = tl.program_id(1).to(tl.int64)
     _, _, _, _, wanted = _filters(top_k_R, mass_limit_R, min_p_R, r, width)
     if wanted:
-        low, high = tl.full([], _BELOW, tl.int32), tl.full([], _TOP, tl.int32)
+        low = tl.full([], _BELOW, tl.int32)
+        high = tl.full([], _TOP, tl.int32)
         lse = tl.load(lse_R + r)
         _tally(logits + r * stride, r, b, low, high, lse, count_RTB, mass_RTB, end_RB, peak_RB, blocks, width, CHUNKS, T, True)
 
 
 @triton.jit
 def _narrow(
-    low, high, count, mass, lse, top_k, limit, count_RTB, mass_RTB, end_RB, r, blocks,
-    BLOCKS: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr
-):  # fmt: skip
+    low,
+    high,
+    count,
+    mass,
+    lse,
+    top_k,
+    limit,
+    count_RTB,
+    mass_RTB,
+    end_RB,
+    r,
+    blocks,
+    BLOCKS: tl.constexpr,
+    T: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     """The part of low < key <= high that holds the cut, the count and mass above it, and how many of its tokens each block has.
 
     `count` and `mass` are those above high. No token is in it where the whole row fits.
@@ -195,7 +256,7 @@ def _narrow(
 
 @triton.jit
 def _floor(row, r, b, lse, floor, peak_key, floor_RB, blocks, width, CHUNKS: tl.constexpr):
-    """Stores a block's lowest key of a probability of at least `floor` (or the peak itself), and the last token with it."""
+    """Stores a block's lowest key with p >= floor = min_p max p (or the peak itself), and the last token that has it."""
     least = tl.full([_CHUNK], _LARGEST, tl.int64)
     for chunk in range(CHUNKS):
         column, key = _keys(row, (b * CHUNKS + chunk) * _CHUNK, width, _CHUNK)
@@ -243,10 +304,33 @@ def _write(state_RS, r, low, high, count, mass, inside):
 
 @triton.jit
 def _round_kernel(
-    logits, lse_R, top_k_R, mass_limit_R, min_p_R, old_RS, old_count_RTB, old_mass_RTB, old_end_RB,
-    state_RS, count_RTB, mass_RTB, end_RB, peak_RB, floor_RB, logit_RL, id_RL, blocks, width, stride,
-    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, OLD_T: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr
-):  # fmt: skip
+    logits,
+    lse_R,
+    top_k_R,
+    mass_limit_R,
+    min_p_R,
+    old_RS,
+    old_count_RTB,
+    old_mass_RTB,
+    old_end_RB,
+    state_RS,
+    count_RTB,
+    mass_RTB,
+    end_RB,
+    peak_RB,
+    floor_RB,
+    logit_RL,
+    id_RL,
+    blocks,
+    width,
+    stride,
+    CHUNKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OLD_T: tl.constexpr,
+    T: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
     """Narrows the range by its tally; then lists what is left if that settles the row, else tallies it. The first finds the floor."""
     b = tl.program_id(0)
     r = tl.program_id(1).to(tl.int64)
@@ -256,7 +340,12 @@ def _round_kernel(
         row = logits + r * stride
         if FIRST:
             none = tl.full([], 0, tl.int64)
-            low, high, count, mass, inside, settled = tl.full([], _BELOW, tl.int32), tl.full([], _TOP, tl.int32), none, none, none, False
+            low = tl.full([], _BELOW, tl.int32)
+            high = tl.full([], _TOP, tl.int32)
+            count = none
+            mass = none
+            inside = none
+            settled = False
         else:
             low, high, count, mass, inside, settled = _read(old_RS, r)
         if settled:
@@ -331,9 +420,24 @@ def _search(values, n, before, mass_before, low, high, count, mass, inside, lse,
 
 @triton.jit
 def _last_kernel(
-    logits, lse_R, top_k_R, mass_limit_R, min_p_R, state_RS, floor_RB, logit_RL, id_RL, logit_R, last_R, blocks, width, stride,
-    BLOCKS: tl.constexpr, LIST_BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr
-):  # fmt: skip
+    logits,
+    lse_R,
+    top_k_R,
+    mass_limit_R,
+    min_p_R,
+    state_RS,
+    floor_RB,
+    logit_RL,
+    id_RL,
+    logit_R,
+    last_R,
+    blocks,
+    width,
+    stride,
+    BLOCKS: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+):
     """Finds the cut in what is left of a row, and keeps it at the floor or above."""
     r = tl.program_id(0).to(tl.int64)
     top_k, limit, _, floored, wanted = _filters(top_k_R, mass_limit_R, min_p_R, r, width)
@@ -347,11 +451,13 @@ def _last_kernel(
                 found = high
                 last = tl.load(id_RL + r * _LISTED)
             elif settled:
-                n, listed = inside.to(tl.int32), logit_RL + r * _LISTED
+                n = inside.to(tl.int32)
+                listed = logit_RL + r * _LISTED
                 found, last = _search(listed, n, count, mass, low, high, count, mass, inside, lse, top_k, limit, LIST_BLOCK)
                 last = tl.load(id_RL + r * _LISTED + last)
             else:
-                none, row = tl.full([], 0, tl.int64), logits + r * stride
+                none = tl.full([], 0, tl.int64)
+                row = logits + r * stride
                 found, last = _search(row, width, none, none, low, high, count, mass, inside, lse, top_k, limit, ROW_BLOCK)
         if floored | (inside == 0):
             block = tl.arange(0, BLOCKS)
@@ -380,28 +486,109 @@ def cut(
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits_RV.device)
 
-    def tally(thresholds: int) -> list[Tensor]:
-        count, end = empty(rows, thresholds, blocks, dtype=torch.int32), empty(rows, blocks, 2, dtype=torch.int32)
-        return [count, empty(rows, thresholds, blocks), end]
+    def tally(thresholds: int) -> tuple[Tensor, Tensor, Tensor]:
+        count = empty(rows, thresholds, blocks, dtype=torch.int32)
+        ends = empty(rows, blocks, 2, dtype=torch.int32)
+        return count, empty(rows, thresholds, blocks), ends
 
-    logit, last, peak = empty(rows, dtype=torch.float32), empty(rows), empty(rows, blocks, dtype=torch.float32)
+    logit = empty(rows, dtype=torch.float32)
+    last = empty(rows)
     if not rows:
         return logit, last
     logits = columns_side_by_side(logits_RV)
-    row = (logits, *(t.contiguous() for t in (lse_R, top_k_R, mass_limit_R, min_p_R)))
-    size = (blocks, width, logits.stride(0))
-    found = (empty(rows, blocks), empty(rows, LISTED, dtype=torch.float32), empty(rows, LISTED, dtype=torch.int32))
+    lse = lse_R.contiguous()
+    top_k = top_k_R.contiguous()
+    mass_limit = mass_limit_R.contiguous()
+    min_p = min_p_R.contiguous()
+    peak = empty(rows, blocks, dtype=torch.float32)
+    floor = empty(rows, blocks)
+    listed_logit = empty(rows, LISTED, dtype=torch.float32)
+    listed_id = empty(rows, LISTED, dtype=torch.int32)
     # layouts of fewer than 32 blocks spill registers
-    padded, options = max(32, triton.next_power_of_2(blocks)), {"num_warps": WARPS, **EXACT}
-    reading = {"CHUNKS": chunks, "maxnreg": REGISTERS, **options}
-    state, sums = empty(rows, _STATE.value), tally(FIRST_THRESHOLDS)
-    _first_kernel[blocks, rows](*row, *sums, peak, *size, T=FIRST_THRESHOLDS, **reading)
+    padded = max(32, triton.next_power_of_2(blocks))
+    state = empty(rows, _STATE.value)
+    count, mass, ends = tally(FIRST_THRESHOLDS)
+    thresholds = FIRST_THRESHOLDS
+    _first_kernel[blocks, rows](
+        logits,
+        lse,
+        top_k,
+        mass_limit,
+        min_p,
+        count,
+        mass,
+        ends,
+        peak,
+        blocks,
+        width,
+        logits.stride(0),
+        T=thresholds,
+        CHUNKS=chunks,
+        maxnreg=REGISTERS,
+        num_warps=WARPS,
+        **EXACT,
+    )
     for i in range(ROUNDS):
-        old, state, old_sums, sums = state, empty(rows, _STATE.value), sums, tally(THRESHOLDS)
-        kind = {"BLOCKS": padded, "OLD_T": old_sums[0].shape[1], "T": THRESHOLDS, "FIRST": i == 0, "LAST": i == ROUNDS - 1}
-        _round_kernel[blocks, rows](*row, old, *old_sums, state, *sums, peak, *found, *size, **kind, **reading)
-    kind = {"BLOCKS": padded, "LIST_BLOCK": LIST_BLOCK, "ROW_BLOCK": ROW_BLOCK}
-    _last_kernel[rows,](*row, state, *found, logit, last, *size, **kind, **options)
+        old_state = state
+        old_count = count
+        old_mass = mass
+        old_ends = ends
+        old_thresholds = thresholds
+        state = empty(rows, _STATE.value)
+        count, mass, ends = tally(THRESHOLDS)
+        thresholds = THRESHOLDS
+        _round_kernel[blocks, rows](
+            logits,
+            lse,
+            top_k,
+            mass_limit,
+            min_p,
+            old_state,
+            old_count,
+            old_mass,
+            old_ends,
+            state,
+            count,
+            mass,
+            ends,
+            peak,
+            floor,
+            listed_logit,
+            listed_id,
+            blocks,
+            width,
+            logits.stride(0),
+            BLOCKS=padded,
+            OLD_T=old_thresholds,
+            T=thresholds,
+            FIRST=i == 0,
+            LAST=i == ROUNDS - 1,
+            CHUNKS=chunks,
+            maxnreg=REGISTERS,
+            num_warps=WARPS,
+            **EXACT,
+        )
+    _last_kernel[rows,](
+        logits,
+        lse,
+        top_k,
+        mass_limit,
+        min_p,
+        state,
+        floor,
+        listed_logit,
+        listed_id,
+        logit,
+        last,
+        blocks,
+        width,
+        logits.stride(0),
+        BLOCKS=padded,
+        LIST_BLOCK=LIST_BLOCK,
+        ROW_BLOCK=ROW_BLOCK,
+        num_warps=WARPS,
+        **EXACT,
+    )
     return logit, last
 
 

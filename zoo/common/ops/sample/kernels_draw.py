@@ -1,5 +1,11 @@
 """sample's draw in Triton: one pass over the logits with Philox noise, and a merge of its blocks.
 
+    token = argmax_id (x_id + g_id),  g = -log(-log(u))        the Gumbel-max trick: Maddison, Tarlow, Minka 2014 (arXiv 1411.0030)
+    u = (odd 24-bit integer) / 2^24 of Philox4x32-10           Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011
+
+Philox's key is the request's seed, its counter (id without its bits 10 and 11, position low, position high, 0); these two bits choose
+one of the four words that a call gives, so that a program of LANES threads serves 4 LANES tokens.
+
 B blocks (programs) of a row.
 """
 
@@ -81,7 +87,19 @@ def draw(logits_RV: Tensor, seed_R: Tensor, position_R: Tensor, greedy_R: Tensor
     token = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     if rows:
         logits = columns_side_by_side(logits_RV)
-        row = (seed_R.contiguous(), position_R.contiguous(), greedy_R.contiguous().view(torch.int8), best, ids)
-        _draw_kernel[(blocks, rows)](logits, *row, width, logits.stride(0), blocks, LANES=LANES, num_warps=4, **EXACT)
+        _draw_kernel[(blocks, rows)](
+            logits,
+            seed_R.contiguous(),
+            position_R.contiguous(),
+            greedy_R.contiguous().view(torch.int8),
+            best,
+            ids,
+            width,
+            logits.stride(0),
+            blocks,
+            LANES=LANES,
+            num_warps=4,
+            **EXACT,
+        )
         _merge_kernel[(rows,)](best, ids, token, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return token
