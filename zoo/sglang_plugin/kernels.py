@@ -13,8 +13,19 @@ DECODE_PARTS = 8  # programs that share the zeroing of a page; only decode start
 
 
 @triton.jit(do_not_specialize=["request_stride", "columns"])
-def _page_table(request_ptr, index_ptr, length_ptr, table_ptr, lengths_ptr, tails_ptr, request_stride, columns,
-                PAGE: tl.constexpr, BLOCK: tl.constexpr, TAILS: tl.constexpr):  # fmt: skip
+def _page_table(
+    request_ptr,
+    index_ptr,
+    length_ptr,
+    table_ptr,
+    lengths_ptr,
+    tails_ptr,
+    request_stride,
+    columns,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAILS: tl.constexpr,
+):
     """Page b of a sequence is its token b * PAGE's slot over PAGE; columns beyond its length hold the reserved page 0."""
     n = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + n).to(tl.int32)
@@ -42,14 +53,36 @@ def page_table(
     count, columns = table_NB.shape
     tails = lengths_N if tails_N is None else tails_N
     _page_table[(count,)](
-        request_to_slot, request_N, length_N, table_NB, lengths_N, tails, request_to_slot.stride(0), columns,
-        PAGE=page, BLOCK=TABLE_BLOCK, TAILS=tails_N is not None, num_warps=4,
-    )  # fmt: skip
+        request_to_slot,
+        request_N,
+        length_N,
+        table_NB,
+        lengths_N,
+        tails,
+        request_to_slot.stride(0),
+        columns,
+        PAGE=page,
+        BLOCK=TABLE_BLOCK,
+        TAILS=tails_N is not None,
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["k_stride", "v_stride"])
-def _append(k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, slot_ptr, tail_ptr, k_stride, v_stride,
-            WIDTH: tl.constexpr, BLOCK: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _append(
+    k_ptr,
+    v_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    slot_ptr,
+    tail_ptr,
+    k_stride,
+    v_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Row r's key and value into its slot, and zeros into the `tail` slots behind it (the rest of a page that it starts)."""
     r = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -77,6 +110,17 @@ def append(k_RGE: Tensor, v_RGE: Tensor, k_SGE: Tensor, v_SGE: Tensor, slot_R: T
     k, v = (t if t.stride(1) == width and t.stride(2) == 1 else t.contiguous() for t in (k_RGE, v_RGE))
     parts = DECODE_PARTS if decode else 1
     _append[(rows, parts)](
-        k, v, k_SGE, v_SGE, slot_R, tail_R, k.stride(0), v.stride(0),
-        WIDTH=heads * width, BLOCK=triton.next_power_of_2(heads * width), ZERO=ZERO_SLOTS, PARTS=parts, num_warps=4,
-    )  # fmt: skip
+        k,
+        v,
+        k_SGE,
+        v_SGE,
+        slot_R,
+        tail_R,
+        k.stride(0),
+        v.stride(0),
+        WIDTH=heads * width,
+        BLOCK=triton.next_power_of_2(heads * width),
+        ZERO=ZERO_SLOTS,
+        PARTS=parts,
+        num_warps=4,
+    )

@@ -15,9 +15,20 @@ BLOCK = 1024
 
 @triton.jit
 def _write_rows(
-    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, sequence_ptr, table_ptr, k_stride, v_stride, table_stride, page_size, columns,
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    positions_ptr,
+    sequence_ptr,
+    table_ptr,
+    k_stride,
+    v_stride,
+    table_stride,
+    page_size,
+    columns,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row)
     page = tl.load(table_ptr + tl.load(sequence_ptr + row) * table_stride + position // page_size).to(tl.int64)
@@ -34,9 +45,21 @@ def write_rows(k_RGE: Tensor, v_RGE: Tensor, k_PSGE: Tensor, v_PSGE: Tensor, pag
     assert k_PSGE.is_contiguous() and v_PSGE.is_contiguous() and page_table_NB.stride(1) == 1
     k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (k_RGE, v_RGE))
     _write_rows[(k.shape[0], triton.cdiv(columns, BLOCK))](
-        k, v, k_PSGE, v_PSGE, rows.positions_R, rows.sequence_R, page_table_NB, k.stride(0), v.stride(0), page_table_NB.stride(0),
-        k_PSGE.shape[1], columns, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        k,
+        v,
+        k_PSGE,
+        v_PSGE,
+        rows.positions_R,
+        rows.sequence_R,
+        page_table_NB,
+        k.stride(0),
+        v.stride(0),
+        page_table_NB.stride(0),
+        k_PSGE.shape[1],
+        columns,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -69,7 +92,8 @@ def _write_token_rows(
 def write_token_rows(x_RE: Tensor, pages_PSE: Tensor, page_table_NB: Tensor, rows: Rows, tokens_a_row: int = 1) -> None:
     """Row r goes to its sequence's page at its position. x may be strided by row."""
     assert pages_PSE.is_contiguous() and page_table_NB.stride(1) == 1
-    x, columns = x_RE if x_RE.stride(1) == 1 else x_RE.contiguous(), x_RE.shape[1]
+    x = x_RE if x_RE.stride(1) == 1 else x_RE.contiguous()
+    columns = x_RE.shape[1]
     _write_token_rows[(x.shape[0], triton.cdiv(columns, BLOCK))](
         x,
         pages_PSE,

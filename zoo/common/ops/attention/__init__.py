@@ -1,4 +1,9 @@
-"""attention: causal grouped-query attention over packed or paged keys, one streaming softmax per key segment."""
+"""attention: causal grouped-query attention over packed or paged keys, one streaming softmax per key segment.
+
+Sources: scaled dot-product attention, Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (arXiv
+2305.13245), section 2.2; the streaming softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867), section 3, and FlashAttention-2, Dao 2023
+(arXiv 2307.08691), section 3.1.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def attention_split_kv(
     """The unaligned rival: keys split by what fills the GPU at this batch size, so bytes depend on the batch."""
     if page_table_NB is None or rows.max_rows > 1:
         return _one_pass(q_RHE, k, v, page_table_NB, rows, scale)
-    blocks, page = rows.lengths_N.shape[0] * k.shape[-2], k.shape[1]
+    blocks = rows.lengths_N.shape[0] * k.shape[-2]
+    page = k.shape[1]
     splits = max(1, min(PARALLEL_BLOCKS // blocks, rows.max_length // (2 * page)))
     if splits == 1:
         return _one_pass(q_RHE, k, v, page_table_NB, rows, scale)
@@ -97,9 +98,17 @@ def _one_pass(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, rows: 
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     if page_table is None:
         out = _fa4(
-            q, k, v, cu_seqlens_q=rows.starts_N1, cu_seqlens_k=rows.starts_N1, max_seqlen_q=rows.max_rows, max_seqlen_k=rows.max_rows,
-            softmax_scale=scale, causal=True, lse=lse,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_seqlens_q=rows.starts_N1,
+            cu_seqlens_k=rows.starts_N1,
+            max_seqlen_q=rows.max_rows,
+            max_seqlen_k=rows.max_rows,
+            softmax_scale=scale,
+            causal=True,
+            lse=lse,
+        )
         return out, lse
     pages = -(-rows.max_length // k.shape[1])
     table = page_table[:, :pages]
@@ -109,9 +118,17 @@ def _one_pass(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, rows: 
         )
         return out[:, 0], lse
     out = _fa4(
-        q, k, v, cu_seqlens_q=rows.starts_N1, seqused_k=rows.lengths_N, page_table=table, max_seqlen_q=rows.max_rows,
-        max_seqlen_k=rows.max_length, softmax_scale=scale, causal=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=rows.starts_N1,
+        seqused_k=rows.lengths_N,
+        page_table=table,
+        max_seqlen_q=rows.max_rows,
+        max_seqlen_k=rows.max_length,
+        softmax_scale=scale,
+        causal=True,
+    )
     return out, lse
 
 
@@ -126,8 +143,12 @@ class _Chunks:
 
     @classmethod
     def cut(cls, rows: Rows, size: int) -> _Chunks:
-        starts, lengths = rows.starts_N1.tolist(), rows.lengths_N.tolist()
-        offsets, sequence, segment, keys = [0], [], [], []
+        starts = rows.starts_N1.tolist()
+        lengths = rows.lengths_N.tolist()
+        offsets = [0]
+        sequence = []
+        segment = []
+        keys = []
         for n, length in enumerate(lengths):
             position = length - (starts[n + 1] - starts[n])
             while position < length:
@@ -187,7 +208,9 @@ def _packed_segments(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float, 
 
 
 def _packed_plan(chunks: _Chunks, device: torch.device) -> _Plan:
-    count, offsets, depth = len(chunks.sequence), chunks.offsets, max(chunks.segment) + 1
+    count = len(chunks.sequence)
+    offsets = chunks.offsets
+    depth = max(chunks.segment) + 1
     lists = [offsets[:depth]]
     for d in range(depth):
         used = [chunks.keys[c - d] if chunks.sequence[c - d] == chunks.sequence[c] else 0 for c in range(d, count)]
@@ -210,7 +233,8 @@ def _paged_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: R
 
 
 def _paged_plan(chunks: _Chunks, page_table: Tensor, size: int, pages: int) -> _Plan:
-    count, depth = len(chunks.sequence), max(chunks.segment) + 1
+    count = len(chunks.sequence)
+    depth = max(chunks.segment) + 1
     lists = [[0] * depth, chunks.offsets, chunks.sequence]
     for d in range(depth):
         lists.append([max(s - d, 0) for s in chunks.segment])
@@ -224,17 +248,30 @@ def _paged_plan(chunks: _Chunks, page_table: Tensor, size: int, pages: int) -> _
 
 def _by_distance(q: Tensor, k: Tensor, v: Tensor, rows: Rows, plan: _Plan, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Distance 0 writes into the result, into which the merge adds the others."""
-    total, heads, depth = q.shape[0], q.shape[1], len(plan.distances)
-    out, parts = q.new_empty(q.shape), q.new_empty(depth - 1, *q.shape)
+    total = q.shape[0]
+    heads = q.shape[1]
+    depth = len(plan.distances)
+    out = q.new_empty(q.shape)
+    parts = q.new_empty(depth - 1, *q.shape)
     lse = torch.empty(heads * total, dtype=torch.float32, device=q.device)
     part_lse = lse.new_empty(depth - 1, heads * total)
     for d, distance in enumerate(plan.distances):
-        first, last, rest = distance.first, distance.last, total - distance.first
+        first = distance.first
+        last = distance.last
+        rest = total - distance.first
         out_d, lse_d = (parts[d - 1, first:], part_lse[d - 1]) if d else (out, lse)
         _fa4(
-            q[first:], k[:last], v[:last], **distance.options, max_seqlen_q=size, max_seqlen_k=size, softmax_scale=scale, causal=d == 0,
-            out=out_d, lse=lse_d[: heads * rest].view(heads, rest),
-        )  # fmt: skip
+            q[first:],
+            k[:last],
+            v[:last],
+            **distance.options,
+            max_seqlen_q=size,
+            max_seqlen_k=size,
+            softmax_scale=scale,
+            causal=d == 0,
+            out=out_d,
+            lse=lse_d[: heads * rest].view(heads, rest),
+        )
     if depth > 1:
         _merge(out, lse, parts, part_lse, rows.positions_R, plan.firsts, 0, size)
     return out, lse.view(heads, total)
@@ -243,16 +280,25 @@ def _by_distance(q: Tensor, k: Tensor, v: Tensor, rows: Rows, plan: _Plan, scale
 def _decode_segments(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, rows: Rows, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """One query a sequence: all its segments are virtual sequences of one launch, dead ones hold no key."""
     batch, heads, width = q.shape
-    depth, pages = -(-rows.max_length // size), size // k.shape[1]
+    depth = -(-rows.max_length // size)
+    pages = size // k.shape[1]
     table = _once_per_table(rows, page_table, ("segment table", depth, pages), lambda: _whole_segments(page_table, depth * pages))
     used = _once(rows, ("segment lengths", depth, size), lambda: _segment_lengths(rows, depth, size))
     parts = q.new_empty(batch * depth, 1, heads, width)
     part_lse = torch.empty(batch * depth, heads, 1, dtype=torch.float32, device=q.device)
     virtual = q.repeat_interleave(depth, 0)[:, None]  # a copy: FlashAttention 4 compiles a stride of 0 in
     _fa4(
-        virtual, k, v, seqused_k=used, page_table=table.view(batch * depth, pages), max_seqlen_k=size, softmax_scale=scale, causal=True,
-        out=parts, lse=part_lse,
-    )  # fmt: skip
+        virtual,
+        k,
+        v,
+        seqused_k=used,
+        page_table=table.view(batch * depth, pages),
+        max_seqlen_k=size,
+        softmax_scale=scale,
+        causal=True,
+        out=parts,
+        lse=part_lse,
+    )
     out = q.new_empty(q.shape)
     lse = torch.empty(heads, batch, dtype=torch.float32, device=q.device)
     _merge(out, lse, parts, part_lse, rows.positions_R, None, depth, size)
@@ -279,16 +325,39 @@ def _merge(
     total, heads, width = out.shape
     block = min(heads & -heads, MERGE_HEADS)  # a power of two that divides the heads
     _merge_kernel[(total, heads // block)](
-        out, lse, parts, part_lse, positions_R, positions_R if firsts is None else firsts, total, depth, size, heads, width,
-        BLOCK=block, DISTANCE=firsts is not None, num_warps=4,
-    )  # fmt: skip
+        out,
+        lse,
+        parts,
+        part_lse,
+        positions_R,
+        positions_R if firsts is None else firsts,
+        total,
+        depth,
+        size,
+        heads,
+        width,
+        BLOCK=block,
+        DISTANCE=firsts is not None,
+        num_warps=4,
+    )
 
 
 @triton.jit
 def _merge_kernel(
-    out_ptr, lse_ptr, parts_ptr, part_lse_ptr, positions_ptr, firsts_ptr, total, depth, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DISTANCE: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    part_lse_ptr,
+    positions_ptr,
+    firsts_ptr,
+    total,
+    depth,
+    size,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DISTANCE: tl.constexpr,
+):
     """Segments left to right in FP32, one rounding; a row of the first segment keeps the bytes of its only part.
 
     DISTANCE: a row's own segment lies in the result, the one at distance d in part d - 1. Else parts lie segment by segment.
@@ -298,14 +367,17 @@ def _merge_kernel(
     column = tl.arange(0, WIDTH)
     own = (tl.load(positions_ptr + row) // size).to(tl.int64)
     place = head[:, None] * WIDTH + column[None, :]
-    out, lse = out_ptr + row * HEADS * WIDTH + place, lse_ptr + head.to(tl.int64) * total + row
+    out = out_ptr + row * HEADS * WIDTH + place
+    lse = lse_ptr + head.to(tl.int64) * total + row
     if DISTANCE:
-        last, last_lse = out, lse
+        last = out
+        last_lse = lse
     else:
         last = parts_ptr + (row * depth + own) * HEADS * WIDTH + place
         last_lse = part_lse_ptr + (row * depth + own) * HEADS + head
     if own > 0:
-        near, near_lse = tl.load(last), tl.load(last_lse)
+        near = tl.load(last)
+        near_lse = tl.load(last_lse)
         peak = near_lse
         for s in range(own):
             peak = tl.maximum(peak, _part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS, DISTANCE))
@@ -329,9 +401,7 @@ def _merge_kernel(
 
 
 @triton.jit
-def _part_lse(
-    part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS: tl.constexpr, DISTANCE: tl.constexpr
-):  # fmt: skip
+def _part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS: tl.constexpr, DISTANCE: tl.constexpr):
     if DISTANCE:
         first = tl.load(firsts_ptr + (own - s)).to(tl.int64)
         offset = (own - s - 1) * HEADS * total + head * (total - first) + (row - first)
@@ -347,6 +417,17 @@ def attention_backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd(
-        q_RHE, k_RGE, v_RGE, out_RHE, grad.contiguous(), lse_HR, softmax_scale=scale, causal=True, cu_seqlens_q=rows.starts_N1,
-        cu_seqlens_k=rows.starts_N1, max_seqlen_q=rows.max_rows, max_seqlen_k=rows.max_rows, deterministic=True,
-    )[:3]  # fmt: skip
+        q_RHE,
+        k_RGE,
+        v_RGE,
+        out_RHE,
+        grad.contiguous(),
+        lse_HR,
+        softmax_scale=scale,
+        causal=True,
+        cu_seqlens_q=rows.starts_N1,
+        cu_seqlens_k=rows.starts_N1,
+        max_seqlen_q=rows.max_rows,
+        max_seqlen_k=rows.max_rows,
+        deterministic=True,
+    )[:3]

@@ -1,4 +1,7 @@
-"""biased_route: sigmoid scores of experts, a choice that a bias per expert sways, and the chosen scores as weights."""
+"""biased_route: sigmoid scores of experts, the k largest of score plus a bias per expert, and the chosen scores as weights.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; groups of experts as transformers' `DeepseekV3TopkRouter` chooses them.
+"""
 
 from __future__ import annotations
 

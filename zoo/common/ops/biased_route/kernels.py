@@ -26,10 +26,21 @@ def _ordered(x, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def _biased_route(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, row_stride, scale,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    experts_ptr,
+    row_stride,
+    scale,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OPEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < EXPERTS
@@ -85,8 +96,21 @@ def biased_route(logits_RX: Tensor, bias_X: Tensor, choice: Choice) -> tuple[Ten
         assert logits_RX.dtype == torch.float32
         logits = logits_RX if logits_RX.stride(1) == 1 else logits_RX.contiguous()
         _biased_route[(rows,)](
-            logits, bias_X.contiguous(), weights, ids, logits.stride(0), choice.scale,
-            EXPERTS=experts, GROUPS=choice.groups, OPEN=choice.open_groups, TOP_K=choice.top_k, RENORMALISE=choice.renormalise,
-            BLOCK=padded_width(experts), BLOCK_G=padded_width(choice.groups), BLOCK_K=padded_width(choice.top_k), num_warps=1, **EXACT,
-        )  # fmt: skip
+            logits,
+            bias_X.contiguous(),
+            weights,
+            ids,
+            logits.stride(0),
+            choice.scale,
+            EXPERTS=experts,
+            GROUPS=choice.groups,
+            OPEN=choice.open_groups,
+            TOP_K=choice.top_k,
+            RENORMALISE=choice.renormalise,
+            BLOCK=padded_width(experts),
+            BLOCK_G=padded_width(choice.groups),
+            BLOCK_K=padded_width(choice.top_k),
+            num_warps=1,
+            **EXACT,
+        )
     return weights, ids

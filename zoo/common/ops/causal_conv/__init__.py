@@ -1,4 +1,8 @@
-"""causal_conv: a short depthwise convolution over each sequence's rows, and SiLU."""
+"""causal_conv: a short depthwise convolution over each sequence's rows, and SiLU.
+
+Sources: the short convolution of Mamba, Gu and Dao 2023 (arXiv 2312.00752), section 3.4, as Gated DeltaNet puts it before its heads
+(arXiv 2412.06464, section 3.4); transformers' `Qwen3NextGatedDeltaNet`.
+"""
 
 from __future__ import annotations
 

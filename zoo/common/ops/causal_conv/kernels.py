@@ -63,9 +63,21 @@ def _silu_sum(third, second, last, own, weight):
 
 @triton.jit
 def _causal_conv(
-    x_ptr, weight_ptr, carry_ptr, slots_ptr, sequence_ptr, starts_ptr, y_ptr, rows, x_stride, channels,
-    CARRY: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    carry_ptr,
+    slots_ptr,
+    sequence_ptr,
+    starts_ptr,
+    y_ptr,
+    rows,
+    x_stride,
+    channels,
+    CARRY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """ROWS rows of BLOCK channels. Where each has three rows of its own push before it, they slide through registers."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +85,8 @@ def _causal_conv(
     inside = _all_inside(sequence_ptr, starts_ptr, first, rows, ROWS) if ROWS > 1 else False
     weight = _taps(weight_ptr, column, mask, ROWS, BLOCK)
     if inside:
-        here_ptr, out_ptr = x_ptr + first * x_stride + column, y_ptr + first * channels + column
+        here_ptr = x_ptr + first * x_stride + column
+        out_ptr = y_ptr + first * channels + column
         third = tl.load(here_ptr - 3 * x_stride, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(here_ptr - 2 * x_stride, mask=mask, other=0.0).to(tl.float32)
         last = tl.load(here_ptr - x_stride, mask=mask, other=0.0).to(tl.float32)
@@ -85,7 +98,9 @@ def _causal_conv(
                 own = loaded[i].to(tl.float32)
                 y = _silu_sum(third, second, last, own, weight)
                 tl.store(out_ptr + i * channels, y.to(y_ptr.dtype.element_ty), mask=mask)
-                third, second, last = second, last, own
+                third = second
+                second = last
+                last = own
             here_ptr += TURN * x_stride
             out_ptr += TURN * channels
     else:
@@ -130,12 +145,26 @@ def causal_conv(x_RC: Tensor, weight_C4: Tensor, carry: Tensor | None, slots_N: 
     if carry is not None and slots_N is None:
         carry = carry.contiguous()  # handed on, often cut out of wider rows; a pool is contiguous, or `advance` would miss it
     if y.numel():
-        (count, channels), (height, width) = x_RC.shape, SHAPES[rows.max_rows > 1]
+        count, channels = x_RC.shape
+        height, width = SHAPES[rows.max_rows > 1]
         _causal_conv[(triton.cdiv(count, height), triton.cdiv(channels, width))](
-            x_RC, weight_C4, x_RC if carry is None else carry, rows.starts_N1 if slots_N is None else slots_N, rows.sequence_R,
-            rows.starts_N1, y, count, x_RC.stride(0), channels, CARRY=carry is not None, SLOTS=slots_N is not None,
-            ROWS=height, BLOCK=width, num_warps=4, **EXACT,
-        )  # fmt: skip
+            x_RC,
+            weight_C4,
+            x_RC if carry is None else carry,
+            rows.starts_N1 if slots_N is None else slots_N,
+            rows.sequence_R,
+            rows.starts_N1,
+            y,
+            count,
+            x_RC.stride(0),
+            channels,
+            CARRY=carry is not None,
+            SLOTS=slots_N is not None,
+            ROWS=height,
+            BLOCK=width,
+            num_warps=4,
+            **EXACT,
+        )
     return y
 
 

@@ -1,4 +1,8 @@
-"""combine: slot rows and route weights into one row, through the contributors' tree."""
+"""combine: slot rows and route weights into one row, through the contributors' tree.
+
+Sources: y = sum of gate times expert, Shazeer et al. 2017 (arXiv 1701.06538), section 2; the shared expert beside it, DeepSeekMoE
+(arXiv 2401.06066), section 3.2. The tree of contributors is this project's own.
+"""
 
 from __future__ import annotations
 

@@ -44,9 +44,22 @@ def _add_to_leaf(leaves, owner, term, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _combine(slots_ptr, weights_ptr, experts_ptr, shared_ptr, y_ptr, slots_row, slots_slot, shared_stride, width,
-             SLOTS: tl.constexpr, LEAVES: tl.constexpr, EXPERTS_EACH: tl.constexpr, SHARED: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def _combine(
+    slots_ptr,
+    weights_ptr,
+    experts_ptr,
+    shared_ptr,
+    y_ptr,
+    slots_row,
+    slots_slot,
+    shared_stride,
+    width,
+    SLOTS: tl.constexpr,
+    LEAVES: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A slot's contributor is the whole program's, so a branch finds its leaf and no column is masked."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,17 +104,42 @@ def combine(slots_RKD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD
     shared = x if shared_RD is None else shared_RD if shared_RD.stride(1) == 1 else shared_RD.contiguous()
     columns = _block(rows, contributors)
     _combine[(rows, triton.cdiv(width, columns))](
-        x, weights_RK.contiguous(), experts_RK.contiguous(), shared, y, x.stride(0), x.stride(1), shared.stride(0), width,
-        SLOTS=slots, LEAVES=contributors, EXPERTS_EACH=block, SHARED=shared_RD is not None, BLOCK=columns,
-        num_warps=4, maxnreg=128, **EXACT,
-    )  # fmt: skip
+        x,
+        weights_RK.contiguous(),
+        experts_RK.contiguous(),
+        shared,
+        y,
+        x.stride(0),
+        x.stride(1),
+        shared.stride(0),
+        width,
+        SLOTS=slots,
+        LEAVES=contributors,
+        EXPERTS_EACH=block,
+        SHARED=shared_RD is not None,
+        BLOCK=columns,
+        num_warps=4,
+        maxnreg=128,
+        **EXACT,
+    )
     return y
 
 
 @triton.jit
-def _combine_backward(grad_ptr, slots_ptr, weights_ptr, grad_slots_ptr, grad_weights_ptr, slots_row, slots_slot,
-                      SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row, slot = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _combine_backward(
+    grad_ptr,
+    slots_ptr,
+    weights_ptr,
+    grad_slots_ptr,
+    grad_weights_ptr,
+    slots_row,
+    slots_slot,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     grad = tl.load(grad_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
@@ -121,7 +159,17 @@ def combine_backward(grad_RD: Tensor, slots_RKD: Tensor, weights_RK: Tensor) -> 
         x = slots_RKD if slots_RKD.stride(2) == 1 else slots_RKD.contiguous()
         block = padded_width(width)
         _combine_backward[(rows, slots)](
-            grad_RD.contiguous(), x, weights_RK.contiguous(), grad_slots, grad_weights, x.stride(0), x.stride(1),
-            SLOTS=slots, WIDTH=width, BLOCK=block, num_warps=4 if block <= 2048 else 8, **EXACT,
-        )  # fmt: skip
+            grad_RD.contiguous(),
+            x,
+            weights_RK.contiguous(),
+            grad_slots,
+            grad_weights,
+            x.stride(0),
+            x.stride(1),
+            SLOTS=slots,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=4 if block <= 2048 else 8,
+            **EXACT,
+        )
     return grad_slots, grad_weights

@@ -1,4 +1,8 @@
-"""delta_gate: a Gated DeltaNet head's log-decay and write strength from its two small projections."""
+"""delta_gate: a Gated DeltaNet head's log-decay and write strength from its two small projections.
+
+Sources: log-decay -exp(A_log) softplus(a + dt_bias) as in Mamba-2, Dao and Gu 2024 (arXiv 2405.21060), and beta = sigmoid(b) of the
+gated delta rule (arXiv 2412.06464, section 3.1); transformers' `Qwen3NextGatedDeltaNet`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""embed: a row of the embedding table per token."""
+"""embed: a row of the embedding table per token.
+
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.4, without their factor sqrt(D); `torch.nn.Embedding`.
+"""
 
 from __future__ import annotations
 

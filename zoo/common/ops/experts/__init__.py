@@ -1,4 +1,8 @@
-"""experts: each row through its chosen experts' SwiGLU, a slot row per choice."""
+"""experts: each row through its chosen experts' SwiGLU, a slot row per choice.
+
+Sources: routed experts, Shazeer et al. 2017 (arXiv 1701.06538), section 2; each of them the SwiGLU of Shazeer 2020 (arXiv 2002.05202),
+section 2; transformers' `Qwen3MoeExperts`.
+"""
 
 from __future__ import annotations
 

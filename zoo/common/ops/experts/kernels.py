@@ -67,7 +67,8 @@ def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
     """A stable counting sort of the pairs by expert. `experts_RK` holds ids below `experts`."""
     pairs = experts_RK.numel()
     tiles = _tiles(pairs, experts, tile)
-    chosen, integers = experts_RK.contiguous(), {"dtype": torch.int32, "device": experts_RK.device}
+    chosen = experts_RK.contiguous()
+    integers = {"dtype": torch.int32, "device": experts_RK.device}
     layout = Layout(
         tile,
         experts_RK.shape[1],
@@ -79,26 +80,57 @@ def lay_out(experts_RK: Tensor, experts: int, tile: int) -> Layout:
     bins = max(32, triton.next_power_of_2(experts))
     if pairs * max(experts, 128) < ONE_LAUNCH:  # about 128 programs run side by side: fewer experts count no sooner
         _lay_out_kernel[(experts + 1,)](
-            chosen, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, tiles,
-            EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=512 if pairs <= 512 else 2048, num_warps=4 if pairs <= 512 else 8,
-        )  # fmt: skip
+            chosen,
+            layout.pair_P,
+            layout.expert_B,
+            layout.place_RK,
+            layout.first_X1,
+            pairs,
+            tiles,
+            EXPERTS=experts,
+            BINS=bins,
+            TILE=tile,
+            CHUNK=512 if pairs <= 512 else 2048,
+            num_warps=4 if pairs <= 512 else 8,
+        )
         return layout
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, bins, **integers)
     _count_kernel[(chunks,)](chosen, counts, layout.pair_P, pairs, tiles * tile, BINS=bins, CHUNK=CHUNK)
     _place_kernel[(chunks,)](
-        chosen, counts, layout.pair_P, layout.expert_B, layout.place_RK, layout.first_X1, pairs, chunks, tiles,
-        EXPERTS=experts, BINS=bins, TILE=tile, CHUNK=CHUNK, AT_ONCE=max(1, 4096 // bins),
+        chosen,
+        counts,
+        layout.pair_P,
+        layout.expert_B,
+        layout.place_RK,
+        layout.first_X1,
+        pairs,
+        chunks,
+        tiles,
+        EXPERTS=experts,
+        BINS=bins,
+        TILE=tile,
+        CHUNK=CHUNK,
+        AT_ONCE=max(1, 4096 // bins),
         num_warps=8,
-    )  # fmt: skip
+    )
     return layout
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _lay_out_kernel(
-    experts_ptr, pair_ptr, expert_ptr, place_ptr, first_ptr, pairs, tiles,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    experts_ptr,
+    pair_ptr,
+    expert_ptr,
+    place_ptr,
+    first_ptr,
+    pairs,
+    tiles,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Few pairs. Program e owns expert e's tiles, program EXPERTS those that are left. Each counts all pairs: none waits for another."""
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -141,9 +173,21 @@ def _count_kernel(experts_ptr, counts_ptr, pair_ptr, pairs, positions, BINS: tl.
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "tiles"])
 def _place_kernel(
-    experts_ptr, counts_ptr, pair_ptr, expert_ptr, place_ptr, first_ptr, pairs, chunks, tiles,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    experts_ptr,
+    counts_ptr,
+    pair_ptr,
+    expert_ptr,
+    place_ptr,
+    first_ptr,
+    pairs,
+    chunks,
+    tiles,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     """Second launch: a pair lies behind its expert's pairs of earlier chunks, and those of its chunk that are before it."""
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -193,11 +237,25 @@ def _source(position, pair, BY: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _product_kernel(
-    a_ptr, weight_ptr, out_ptr, pair_ptr, expert_ptr, experts_ptr, tiles,
-    N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BY: tl.constexpr, OUT_BY: tl.constexpr, LONE: tl.constexpr,
-    SWIGLU: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    weight_ptr,
+    out_ptr,
+    pair_ptr,
+    expert_ptr,
+    experts_ptr,
+    tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BY: tl.constexpr,
+    OUT_BY: tl.constexpr,
+    LONE: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """out = a W_e^T by tiles, W [X, N, K] (TRANSPOSED: [X, K, N]); SWIGLU: W [X, 2N, K], and the two halves meet in swiglu."""
     GROUP: tl.constexpr = 8  # tiles that share a block of weight columns while it is in cache
     columns = tl.cdiv(N, BLOCK_N)
@@ -253,19 +311,45 @@ def _product_kernel(
 
 
 def _product(
-    a: Tensor, weight: Tensor, out: Tensor, layout: Layout | None, experts_RK: Tensor, by: tl.constexpr, out_by: tl.constexpr,
-    tile: Tile, fused: bool = False, transposed: bool = False,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    layout: Layout | None,
+    experts_RK: Tensor,
+    by: tl.constexpr,
+    out_by: tl.constexpr,
+    tile: Tile,
+    fused: bool = False,
+    transposed: bool = False,
+) -> Tensor:
     """Without a layout there is one row: each of its pairs is a tile of its own."""
     tiles = experts_RK.numel() if layout is None else layout.expert_B.numel()
-    n, k = out.shape[-1], a.shape[-1]
+    n = out.shape[-1]
+    k = a.shape[-1]
     pair, expert = (experts_RK, experts_RK) if layout is None else (layout.pair_P, layout.expert_B)
     _product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
-        a, weight, out, pair, expert, experts_RK, tiles,
-        N=n, K=k, SLOTS=experts_RK.shape[1], BY=by.value, OUT_BY=out_by.value,
-        LONE=layout is None, SWIGLU=fused, TRANSPOSED=transposed,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
-    )  # fmt: skip
+        a,
+        weight,
+        out,
+        pair,
+        expert,
+        experts_RK,
+        tiles,
+        N=n,
+        K=k,
+        SLOTS=experts_RK.shape[1],
+        BY=by.value,
+        OUT_BY=out_by.value,
+        LONE=layout is None,
+        SWIGLU=fused,
+        TRANSPOSED=transposed,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **EXACT,
+    )
     return out
 
 
@@ -276,7 +360,8 @@ def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_
     out = x_RD.new_empty(rows, slots, hidden)
     if out.numel() == 0:
         return out
-    chosen, tile = experts_RK.contiguous(), _tile(rows * slots, count)
+    chosen = experts_RK.contiguous()
+    tile = _tile(rows * slots, count)
     layout = None if rows == 1 else lay_out(chosen, count, tile.rows)
     positions = slots * tile.rows if layout is None else layout.pair_P.numel()
     hidden_PF = x_RD.new_empty(positions, inner)
@@ -300,7 +385,8 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     positions = layout.pair_P.numel()
     # positions without a pair compute what memory held, those past the last expert nothing: nobody reads them
     x_PD = _copy_rows(x_RD, layout.pair_P, slots, x_RD.new_empty(positions, hidden))
-    gate_up_P2F, down_PD = x_RD.new_empty(positions, 2 * inner), x_RD.new_empty(positions, hidden)
+    gate_up_P2F = x_RD.new_empty(positions, 2 * inner)
+    down_PD = x_RD.new_empty(positions, hidden)
     ends_X = layout.first_X1[1:]
     product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
     product(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, ends_X)
@@ -347,8 +433,11 @@ def experts_backward(
     count, hidden, inner = down_XDF.shape
     if rows * slots == 0:
         return torch.zeros_like(x_RD), torch.zeros_like(gate_up_X2FD), torch.zeros_like(down_XDF)
-    grad_RKD, x_RD, chosen = grad_RKD.contiguous(), x_RD.contiguous(), experts_RK.contiguous()
-    gate_up_X2FD, down_XDF = gate_up_X2FD.contiguous(), down_XDF.contiguous()
+    grad_RKD = grad_RKD.contiguous()
+    x_RD = x_RD.contiguous()
+    chosen = experts_RK.contiguous()
+    gate_up_X2FD = gate_up_X2FD.contiguous()
+    down_XDF = down_XDF.contiguous()
     tile = Tile(64, 128, 64, 4, 3) if rows * slots <= 96 * count else Tile(128, 128, 64, 8, 3)
     layout = lay_out(chosen, count, tile.rows)
     positions = layout.pair_P.numel()
@@ -373,19 +462,41 @@ def _weight_grad(left: Tensor, right: Tensor, out_XMN: Tensor, layout: Layout, l
     assert layout.tile % BLOCK_R == 0
     grid = (triton.cdiv(m, 128) * triton.cdiv(n, 128), count)
     _weight_grad_kernel[grid](
-        left, right, out_XMN, layout.pair_P, layout.first_X1,
-        M=m, N=n, SLOTS=layout.slots, LEFT_BY=left_by.value, RIGHT_BY=right_by.value, BLOCK_M=128, BLOCK_N=128, ROWS=BLOCK_R,
-        num_warps=8, num_stages=3,
-    )  # fmt: skip
+        left,
+        right,
+        out_XMN,
+        layout.pair_P,
+        layout.first_X1,
+        M=m,
+        N=n,
+        SLOTS=layout.slots,
+        LEFT_BY=left_by.value,
+        RIGHT_BY=right_by.value,
+        BLOCK_M=128,
+        BLOCK_N=128,
+        ROWS=BLOCK_R,
+        num_warps=8,
+        num_stages=3,
+    )
     return out_XMN
 
 
 @triton.jit
 def _weight_grad_kernel(
-    left_ptr, right_ptr, out_ptr, pair_ptr, first_ptr,
-    M: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, LEFT_BY: tl.constexpr, RIGHT_BY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    left_ptr,
+    right_ptr,
+    out_ptr,
+    pair_ptr,
+    first_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LEFT_BY: tl.constexpr,
+    RIGHT_BY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     expert = tl.program_id(1)
     m = tl.program_id(0) // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -393,7 +504,8 @@ def _weight_grad_kernel(
     for at in range(tl.load(first_ptr + expert), tl.load(first_ptr + expert + 1), ROWS):
         position = at + tl.arange(0, ROWS)
         pair = tl.load(pair_ptr + position)
-        live, known = (pair >= 0)[:, None], tl.maximum(pair, 0)
+        live = (pair >= 0)[:, None]
+        known = tl.maximum(pair, 0)
         left_row = _source(position, known, LEFT_BY, SLOTS)[:, None]
         right_row = _source(position, known, RIGHT_BY, SLOTS)[:, None]
         left = tl.load(left_ptr + left_row * M + m[None, :], mask=live & (m < M)[None, :], other=0.0)

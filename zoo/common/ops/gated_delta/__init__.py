@@ -1,4 +1,8 @@
-"""gated_delta: the gated delta rule in chunks of 64 positions, each row replayed from cached rows and the chunk's start."""
+"""gated_delta: the gated delta rule in chunks of 64 positions, each row replayed from cached rows and the state before the chunk.
+
+Sources: the rule, Gated Delta Networks, Yang, Kautz and Hatamizadeh, ICLR 2025 (arXiv 2412.06464), section 3.1, and its chunks, section
+3.3; the triangular inverse of a chunk, Yang et al. 2024 (arXiv 2406.06484), section 3; transformers' `torch_chunk_gated_delta_rule`.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +44,20 @@ CONTRACT = Contract(
     "V a multiple of H, value head n reads key head n // (V / H). States [V, K, E] in FP32 at each document's "
     "multiples of 64 positions",
     reads={"q_RHK": PROGRAM, "k_RHK": PROGRAM, "v_RVE": PROGRAM, "log_decay_RV": WIDE, "beta_RV": WIDE, "initial_NVKE": WIDE},
-    rounds="to the program's dtype: the state's image H that rows read; the operands T_ij (beta_j exp(G_j)) and T_ij beta_j;"
+    rounds="to the program's dtype: the state as rows read it; the operands T_ij (beta_j exp(G_j)) and T_ij beta_j;"
     " w; u, the difference of two FP32 products; the operands exp(G_i - G_j) (q_i . k_j) and exp(G_63 - G_j) k_j; the"
     " output, once, after K^-0.5 in FP32. G, a, T and the state stay FP32",
     adds="inside a chunk. G: left fold. a_ij = (k_i . k_j) exp(G_i - G_j) beta_i. T_i = e_i - sum a_ij T_j: one chain of "
     "FMAs per element, j ascending (reference: product and sum rounded one by one). Products on tensor cores in FP32,"
     " K or j ascending in steps of 16, from zero unless said, lanes beyond the row cut by select (reference: "
-    "adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j. u_i = (sum T_ij beta_j v_j) - w_i H. o_i = exp(G_i) "
-    "(q_i H), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) H + sum "
+    "adjacent-pair trees). w_i = sum T_ij beta_j exp(G_j) k_j. u_i = (sum T_ij beta_j v_j) - w_i state. o_i = exp(G_i) "
+    "(q_i state), which starts the accumulator of + sum exp(G_i - G_j) (q_i . k_j) u_j. Closing: exp(G_63) state + sum "
     "exp(G_63 - G_j) k_j u_j, the sum from zero, then one FMA: the decayed state starts no accumulator",
     laws=("row", "split", "place", "shard", "repeat"),
     backward="by chunk in FP32, states recomputed, fixed order; of an initial state too. On CUDA operands of products are rounded to "
     "the program's dtype, once: exp(G) grad, grad_r, in the scan grad_u and the states' gradients; as two operands each: P, T, else "
-    "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, H and exp(G_63 - G_j) k_j are the forward's. log_decay's "
-    "is a sum less another: where it should vanish FP32 noise is left, about 1e-7 of max |q . grad_q|",
+    "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, the states as rows read them and exp(G_63 - G_j) k_j are the forward's. "
+    "log_decay's is a sum less another: where it should vanish FP32 noise is left, about 1e-7 of max |q . grad_q|",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
     "same launch",
     providers=(

@@ -15,11 +15,31 @@ from zoo.common.rows import Rows
 
 
 @triton.jit
-def _tokens(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, starts_ptr, slot_ptr, state_ptr, out_ptr, q_stride, k_stride, v_stride,
-            heads, scale, REPEAT: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _tokens(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    log_decay_ptr,
+    beta_ptr,
+    starts_ptr,
+    slot_ptr,
+    state_ptr,
+    out_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    heads,
+    scale,
+    REPEAT: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """All rows of a sequence and head, one after another, for BLOCK columns of its state."""
-    n, head = tl.program_id(0), tl.program_id(1)
-    key, column = tl.arange(0, K), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(0)
+    head = tl.program_id(1)
+    key = tl.arange(0, K)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     place = state_ptr + (tl.load(slot_ptr + n) * heads + head) * K * E + key[:, None] * E + column[None, :]
     state = tl.load(place)
     for row in range(tl.load(starts_ptr + n).to(tl.int64), tl.load(starts_ptr + n + 1).to(tl.int64)):
@@ -36,13 +56,32 @@ def _tokens(q_ptr, k_ptr, v_ptr, log_decay_ptr, beta_ptr, starts_ptr, slot_ptr, 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states_SVKE: Tensor, slot_N: Tensor, rows: Rows) -> Tensor:
     q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
-    (key_heads, key_dim), (heads, value_dim), sequences = k.shape[1:], v.shape[1:], slot_N.shape[0]
-    block, out = min(value_dim, 32), v.new_empty(v.shape)
+    key_heads, key_dim = k.shape[1:]
+    heads, value_dim = v.shape[1:]
+    sequences = slot_N.shape[0]
+    block = min(value_dim, 32)
+    out = v.new_empty(v.shape)
     _tokens[(sequences, heads, value_dim // block)](
-        q, k, v, log_decay.contiguous(), beta.contiguous(), rows.starts_N1, slot_N, states_SVKE, out,
-        q.stride(0), k.stride(0), v.stride(0), heads, key_dim**-0.5,
-        REPEAT=heads // key_heads, K=key_dim, E=value_dim, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        log_decay.contiguous(),
+        beta.contiguous(),
+        rows.starts_N1,
+        slot_N,
+        states_SVKE,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        heads,
+        key_dim**-0.5,
+        REPEAT=heads // key_heads,
+        K=key_dim,
+        E=value_dim,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out
 
 

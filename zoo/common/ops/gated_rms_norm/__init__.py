@@ -1,4 +1,7 @@
-"""gated_rms_norm: a head's RMS norm times silu of its gate, one rounding."""
+"""gated_rms_norm: a head's RMS norm times silu of its gate, one rounding.
+
+Source: transformers' `Qwen3NextRMSNormGated`: the root-mean-square norm of Zhang and Sennrich 2019 (arXiv 1910.07467) before the gate.
+"""
 
 from __future__ import annotations
 

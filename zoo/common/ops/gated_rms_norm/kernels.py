@@ -12,9 +12,19 @@ from zoo.common.ops.trees import padded_width
 
 @triton.jit
 def _gated_rms_norm(
-    x_ptr, gate_ptr, weight_ptr, y_ptr, heads, gate_row, gate_head, inverse_width, eps,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    y_ptr,
+    heads,
+    gate_row,
+    gate_head,
+    inverse_width,
+    eps,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
@@ -37,7 +47,19 @@ def gated_rms_norm(x_RVE: Tensor, gate_RVE: Tensor, weight_E: Tensor, eps: float
         block = padded_width(width)
         tile = max(1, 1024 // block)
         _gated_rms_norm[(rows, triton.cdiv(heads, tile))](
-            x, gate_RVE, weight_E, y, heads, gate_RVE.stride(0), gate_RVE.stride(1), 1.0 / width, eps,
-            WIDTH=width, TILE=tile, BLOCK=block, num_warps=4, **EXACT,
-        )  # fmt: skip
+            x,
+            gate_RVE,
+            weight_E,
+            y,
+            heads,
+            gate_RVE.stride(0),
+            gate_RVE.stride(1),
+            1.0 / width,
+            eps,
+            WIDTH=width,
+            TILE=tile,
+            BLOCK=block,
+            num_warps=4,
+            **EXACT,
+        )
     return y

@@ -1,4 +1,8 @@
-"""head_linear: every head's rows through a weight of its own, in linear's order."""
+"""head_linear: every head's rows through a weight of its own, in linear's order.
+
+Source: the per-head key and value matrices of multi-head latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, applied to
+queries and outputs instead of to every cached row.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,22 @@ def _tile(rows: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _head_linear(
-    x_ptr, w_ptr, y_ptr, rows, columns, heads, x_row, x_head, w_head, w_column, w_depth,
-    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    columns,
+    heads,
+    x_row,
+    x_head,
+    w_head,
+    w_column,
+    w_depth,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     head = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -46,7 +59,8 @@ def _head_linear(
 
 
 def head_linear(x_RHK: Tensor, weight_HNK: Tensor) -> Tensor:
-    (rows, heads, depth), columns = x_RHK.shape, weight_HNK.shape[1]
+    rows, heads, depth = x_RHK.shape
+    columns = weight_HNK.shape[1]
     y = x_RHK.new_empty(rows, heads, columns)
     if y.numel() == 0:
         return y
@@ -54,8 +68,19 @@ def head_linear(x_RHK: Tensor, weight_HNK: Tensor) -> Tensor:
     tile = _tile(rows)
     grid = (triton.cdiv(rows, tile["BLOCK_M"]), triton.cdiv(columns, tile["BLOCK_N"]), heads)
     _head_linear[grid](
-        x, weight_HNK, y, rows, columns, heads, x.stride(0), x.stride(1), *weight_HNK.stride(), DEPTH=depth, BLOCK_K=BLOCK_K, **tile,
-    )  # fmt: skip
+        x,
+        weight_HNK,
+        y,
+        rows,
+        columns,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        *weight_HNK.stride(),
+        DEPTH=depth,
+        BLOCK_K=BLOCK_K,
+        **tile,
+    )
     return y
 
 

@@ -1,4 +1,7 @@
-"""l2_norm: each head's row over its Euclidean length."""
+"""l2_norm: each head's row over its Euclidean length.
+
+Source: the norm of queries and keys in Gated DeltaNet (arXiv 2412.06464, section 3.4); transformers' `l2norm` of Qwen3-Next.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""layer_norm: the norm of a row's deviations from its mean, with a weight and a bias."""
+"""layer_norm: the norm of a row's deviations from its mean, with a weight and a bias.
+
+Source: Ba, Kiros and Hinton 2016 (arXiv 1607.06450), section 3; `torch.nn.LayerNorm`.
+"""
 
 from __future__ import annotations
 

@@ -31,6 +31,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     y = x.new_empty(x.shape)
     if y.numel():
         _layer_norm[(flat.shape[0],)](
-            flat, weight, bias, y, flat.stride(0), 1.0 / width, eps, WIDTH=width, BLOCK=padded_width(width), num_warps=1, **EXACT,
-        )  # fmt: skip
+            flat,
+            weight,
+            bias,
+            y,
+            flat.stride(0),
+            1.0 / width,
+            eps,
+            WIDTH=width,
+            BLOCK=padded_width(width),
+            num_warps=1,
+            **EXACT,
+        )
     return y

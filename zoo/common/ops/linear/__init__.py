@@ -1,4 +1,8 @@
-"""linear: y = x W^T, one fixed order of additions for every shape of the batch."""
+"""linear: y = x W^T, one fixed order of additions for every shape of the batch.
+
+Sources: `torch.nn.Linear` without a bias; the tree over `k_parts` is pairwise summation, Higham 1993, "The accuracy of floating point
+summation", SIAM Journal on Scientific Computing 14(4).
+"""
 
 from __future__ import annotations
 

@@ -32,12 +32,25 @@ def _tile(rows: int, columns: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x_ptr, w_ptr, y_ptr, rows, columns, x_stride, w_stride, part_stride,
-    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    columns,
+    x_stride,
+    w_stride,
+    part_stride,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
     """y[part] = x[:, part] w[:, part]^T for a tile; DEPTH is K of one part, grid axis 1 the part."""
-    pid, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    pid = tl.program_id(0)
+    part = tl.program_id(1).to(tl.int64)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
     # programs that share weight columns run near each other, for L2
     first = (pid // (GROUP_M * tiles_n)) * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
@@ -78,7 +91,8 @@ def _add_parts(parts_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK_P: tl.constex
 
 def linear_triton(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
     """The defining provider. x may have any row stride; out_dtype is x's dtype or FP32."""
-    (rows, depth), columns = x_RK.shape, weight_NK.shape[0]
+    rows, depth = x_RK.shape
+    columns = weight_NK.shape[0]
     y = x_RK.new_empty(rows, columns, dtype=out_dtype)
     if y.numel() == 0:
         return y
@@ -88,9 +102,19 @@ def linear_triton(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_par
     tile = _tile(rows, columns)
     grid = (triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"]), k_parts)
     _linear[grid](
-        x, w, out, rows, columns, x.stride(0), w.stride(0), rows * columns,
-        DEPTH=depth // k_parts, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M, **tile,
-    )  # fmt: skip
+        x,
+        w,
+        out,
+        rows,
+        columns,
+        x.stride(0),
+        w.stride(0),
+        rows * columns,
+        DEPTH=depth // k_parts,
+        BLOCK_K=BLOCK_K,
+        GROUP_M=GROUP_M,
+        **tile,
+    )
     if k_parts > 1:
         count = rows * columns
         _add_parts[(triton.cdiv(count, 256),)](out, y, count, PARTS=k_parts, BLOCK_P=padded_width(k_parts), BLOCK=256, **EXACT)

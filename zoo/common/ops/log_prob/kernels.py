@@ -15,8 +15,22 @@ BLOCK = 1024
 
 
 @triton.jit
-def _group_stats(logits_ptr, targets_ptr, selected_ptr, peak_ptr, mass_ptr, mean_ptr, row_stride, width, first, groups,
-                 SELECT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _group_stats(
+    logits_ptr,
+    targets_ptr,
+    selected_ptr,
+    peak_ptr,
+    mass_ptr,
+    mean_ptr,
+    row_stride,
+    width,
+    first,
+    groups,
+    SELECT: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """TILE groups of one row; columns beyond the row's end or the group's are -inf. `first`: the chunk's first column of all."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -63,9 +77,21 @@ def _write_stats(
         block = padded_width(group)
         tile = max(1, LOGITS_EACH // block)
         _group_stats[(rows, triton.cdiv(triton.cdiv(width, group), tile))](
-            logits, targets, selected, *stats, logits.stride(0), width, first, stats[0].shape[1],
-            SELECT=targets is not None, GROUP=group, TILE=tile, BLOCK=block, num_warps=4, **EXACT,
-        )  # fmt: skip
+            logits,
+            targets,
+            selected,
+            *stats,
+            logits.stride(0),
+            width,
+            first,
+            stats[0].shape[1],
+            SELECT=targets is not None,
+            GROUP=group,
+            TILE=tile,
+            BLOCK=block,
+            num_warps=4,
+            **EXACT,
+        )
 
 
 @triton.jit
@@ -95,8 +121,21 @@ def merge_groups(peak_RG: Tensor, mass_RG: Tensor, mean_RG: Tensor) -> tuple[Ten
 
 
 @triton.jit
-def _logit_grad(logits_ptr, lse_ptr, mean_ptr, local_ptr, grad_ptr, grad_lse_ptr, grad_entropy_ptr, temperature_ptr, out_ptr,
-                row_stride, width, SCALED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _logit_grad(
+    logits_ptr,
+    lse_ptr,
+    mean_ptr,
+    local_ptr,
+    grad_ptr,
+    grad_lse_ptr,
+    grad_entropy_ptr,
+    temperature_ptr,
+    out_ptr,
+    row_stride,
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -1,4 +1,8 @@
-"""norm_rope: the norms of query and key heads and their rotation, read straight from a fused projection's rows."""
+"""norm_rope: the norms of query and key heads and their rotation, read straight from a fused projection's rows.
+
+Sources: the norms of query and key heads, Qwen3 (arXiv 2505.09388), section 2; the rotation, RoFormer, Su et al. 2021 (arXiv 2104.09864),
+section 3.4.2; transformers' `Qwen3Attention`.
+"""
 
 from __future__ import annotations
 

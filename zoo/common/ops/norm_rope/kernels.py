@@ -17,10 +17,25 @@ TILE = 1024  # elements that share a program
 
 @triton.jit
 def _norm_rope(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, row_stride, inverse_width, eps, offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERY_WIDTH: tl.constexpr, HALF: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    position_ptr,
+    q_ptr,
+    k_ptr,
+    row_stride,
+    inverse_width,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERY_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """TILE heads of a row, queries first, then keys: norm, round, rotate, round."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -43,7 +58,8 @@ def _norm_rope(
     entry = table_ptr + (tl.load(position_ptr + row).to(tl.int64) * HALF + tl.where(column < HALF, column, column - HALF)) * 2
     cos = tl.load(entry, mask=rotated, other=1.0)
     sin = tl.load(entry + 1, mask=rotated, other=0.0)
-    turned, swung = own * cos[None, :], other * sin[None, :]
+    turned = own * cos[None, :]
+    swung = other * sin[None, :]
     # a sum and a difference, since Triton's -x is 0 - x, which loses the sign of a zero
     out = tl.where((column < HALF)[None, :], turned - swung, turned + swung)
     out = tl.where(rotated[None, :], out, own).to(q_ptr.dtype.element_ty)
@@ -62,7 +78,8 @@ def norm_rope(
     qkv_RC: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: Heads, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """(q_RHE, k_RGE), contiguous; rows may be strided."""
-    rows, block = qkv_RC.shape[0], padded_width(heads.width)
+    rows = qkv_RC.shape[0]
+    block = padded_width(heads.width)
     q = qkv_RC.new_empty(rows, heads.queries, heads.width)
     k = qkv_RC.new_empty(rows, heads.keys, heads.width)
     if rows == 0:
@@ -70,17 +87,43 @@ def norm_rope(
     assert qkv_RC.stride(1) == 1 and table.is_contiguous() and positions.is_contiguous()
     tile = max(1, TILE // block)
     _norm_rope[(rows, triton.cdiv(heads.queries + heads.keys, tile))](
-        qkv_RC, q_weight, k_weight, table, positions, q, k, qkv_RC.stride(0), 1.0 / heads.width, eps, offset or -0.0,
-        HEADS=heads.queries, KV_HEADS=heads.keys, WIDTH=heads.width, QUERY_WIDTH=heads.query_width, HALF=table.shape[1],
-        TILE=tile, BLOCK=block, num_warps=4, **EXACT,
-    )  # fmt: skip
+        qkv_RC,
+        q_weight,
+        k_weight,
+        table,
+        positions,
+        q,
+        k,
+        qkv_RC.stride(0),
+        1.0 / heads.width,
+        eps,
+        offset or -0.0,
+        HEADS=heads.queries,
+        KV_HEADS=heads.keys,
+        WIDTH=heads.width,
+        QUERY_WIDTH=heads.query_width,
+        HALF=table.shape[1],
+        TILE=tile,
+        BLOCK=block,
+        num_warps=4,
+        **EXACT,
+    )
     return q, k
 
 
 def norm_rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv_RC: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor,
-    positions: Tensor, heads: Heads, eps: float, offset: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv_RC: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    heads: Heads,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qkv and of the two weights."""
     q, k, _ = split_heads(qkv_RC, heads)
     parts = [

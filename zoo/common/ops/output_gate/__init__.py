@@ -1,4 +1,8 @@
-"""output_gate: rows times the sigmoid of a gate, per column or one gate a row."""
+"""output_gate: rows times the sigmoid of a gate, per column or one gate a row.
+
+Sources: the gate on attention's output, Qiu et al. 2025 (arXiv 2505.06708), as transformers' `Qwen3NextAttention`; one gate a row, the
+shared expert's in transformers' `Qwen2MoeSparseMoeBlock`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""rms_norm and add_rms_norm: root-mean-square norms over the last dim, alone or after a residual sum."""
+"""rms_norm and add_rms_norm: root-mean-square norms over the last dim, alone or after a residual sum.
+
+Source: Zhang and Sennrich 2019 (arXiv 1910.07467), section 4; with the offset 1 as transformers' `Qwen3NextRMSNorm`.
+"""
 
 from __future__ import annotations
 

@@ -37,9 +37,26 @@ def _start(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
-def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x_outer, x_inner, residual_outer, residual_inner,
-          inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-          ADD: tl.constexpr):  # fmt: skip
+def _rows(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    rows,
+    inner,
+    x_outer,
+    x_inner,
+    residual_outer,
+    residual_inner,
+    inverse_width,
+    eps,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)
@@ -59,10 +76,21 @@ def _rows(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rows, inner, x
 
 
 @triton.jit
-def _chunk_squares(x_ptr, residual_ptr, total_ptr, sums_ptr, x_stride, residual_stride,
-                   WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def _chunk_squares(
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    sums_ptr,
+    x_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """One aligned chunk of a row: its residual sum, and the node of the row's tree that lies above it."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     column = part * CHUNK + tl.arange(0, CHUNK)
     mask = column < WIDTH
     total = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
@@ -75,10 +103,22 @@ def _chunk_squares(x_ptr, residual_ptr, total_ptr, sums_ptr, x_stride, residual_
 
 
 @triton.jit
-def _chunk_apply(total_ptr, weight_ptr, sums_ptr, normed_ptr, total_stride, inverse_width, eps,
-                 OFFSET: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _chunk_apply(
+    total_ptr,
+    weight_ptr,
+    sums_ptr,
+    normed_ptr,
+    total_stride,
+    inverse_width,
+    eps,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """The top of the tree, made again by every program of the row, then the chunk's outputs."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     scale = _scale(pair_tree(tl.load(sums_ptr + row * PARTS + tl.arange(0, PARTS)), PARTS), inverse_width, eps)
     column = part * CHUNK + tl.arange(0, CHUNK)
     mask = column < WIDTH
@@ -104,11 +144,30 @@ def rms_norm_whole(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     width = x.shape[-1]
     x_3 = _outer_inner(x)
     residual_3 = x_3 if residual is None else _outer_inner(residual)
-    rows, inner, block, tile = x.numel() // width, x_3.shape[1], padded_width(width), _rows_of(width)
+    rows = x.numel() // width
+    inner = x_3.shape[1]
+    block = padded_width(width)
+    tile = _rows_of(width)
     _rows[(triton.cdiv(rows, tile),)](
-        x_3, residual_3, weight, normed, total, rows, inner, *x_3.stride()[:2], *residual_3.stride()[:2], 1.0 / width, eps,
-        OFFSET=offset, WIDTH=width, ROWS=tile, BLOCK=block, ADD=residual is not None, num_warps=_warps(block), **EXACT,
-    )  # fmt: skip
+        x_3,
+        residual_3,
+        weight,
+        normed,
+        total,
+        rows,
+        inner,
+        *x_3.stride()[:2],
+        *residual_3.stride()[:2],
+        1.0 / width,
+        eps,
+        OFFSET=offset,
+        WIDTH=width,
+        ROWS=tile,
+        BLOCK=block,
+        ADD=residual is not None,
+        num_warps=_warps(block),
+        **EXACT,
+    )
     return normed, total
 
 
@@ -134,9 +193,25 @@ def rms_norm_split(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 
 @triton.jit
-def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scale_ptr, rows, inner, total_outer, total_inner,
-               inverse_width, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-          ADD: tl.constexpr):  # fmt: skip
+def _grad_rows(
+    grad_ptr,
+    grad_total_ptr,
+    total_ptr,
+    weight_ptr,
+    grad_x_ptr,
+    scale_ptr,
+    rows,
+    inner,
+    total_outer,
+    total_inner,
+    inverse_width,
+    eps,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """grad_x of a tile of rows; each row's scale is kept for the weight's gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -159,8 +234,20 @@ def _grad_rows(grad_ptr, grad_total_ptr, total_ptr, weight_ptr, grad_x_ptr, scal
 
 
 @triton.jit
-def _grad_weight(grad_ptr, total_ptr, scale_ptr, partial_ptr, rows, inner, total_outer, total_inner,
-                 WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+def _grad_weight(
+    grad_ptr,
+    total_ptr,
+    scale_ptr,
+    partial_ptr,
+    rows,
+    inner,
+    total_outer,
+    total_inner,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """STEPS tiles of rows, one after another, into one partial sum for each row place of the tile."""
     place = tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -185,16 +272,34 @@ def rms_norm_backward(
     grad_x = total.new_empty(total.shape)
     if total.numel() == 0:
         return grad_x, torch.zeros_like(weight)
-    total_3, upstream = _outer_inner(total), grad.contiguous()
+    total_3 = _outer_inner(total)
+    upstream = grad.contiguous()
     carried = upstream if grad_total is None else grad_total.contiguous()
-    rows, block, tile = total.numel() // width, padded_width(width), _rows_of(width)
+    rows = total.numel() // width
+    block = padded_width(width)
+    tile = _rows_of(width)
     place = (rows, total_3.shape[1], *total_3.stride()[:2])
     scale = torch.empty(rows, dtype=torch.float32, device=total.device)
     _grad_rows[(triton.cdiv(rows, tile),)](
-        upstream, carried, total_3, weight, grad_x, scale, *place, 1.0 / width, eps,
-        OFFSET=offset, WIDTH=width, ROWS=tile, BLOCK=block, ADD=grad_total is not None, num_warps=_warps(block), **EXACT,
-    )  # fmt: skip
-    programs, columns = triton.cdiv(rows, tile * GRAD_STEPS), min(block, TILE)
+        upstream,
+        carried,
+        total_3,
+        weight,
+        grad_x,
+        scale,
+        *place,
+        1.0 / width,
+        eps,
+        OFFSET=offset,
+        WIDTH=width,
+        ROWS=tile,
+        BLOCK=block,
+        ADD=grad_total is not None,
+        num_warps=_warps(block),
+        **EXACT,
+    )
+    programs = triton.cdiv(rows, tile * GRAD_STEPS)
+    columns = min(block, TILE)
     partial = torch.empty(programs * tile, width, dtype=torch.float32, device=total.device)
     _grad_weight[(programs, triton.cdiv(width, columns))](
         upstream, total_3, scale, partial, *place, WIDTH=width, ROWS=tile, BLOCK=columns, STEPS=GRAD_STEPS, num_warps=4, **EXACT

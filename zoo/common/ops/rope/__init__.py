@@ -1,4 +1,7 @@
-"""rope: rotary positions, half-split or of neighbouring pairs, from a whole FP32 table made once on the CPU."""
+"""rope: rotary positions, half-split or of neighbouring pairs, from a whole FP32 table made once on the CPU.
+
+Source: RoFormer, Su et al. 2021 (arXiv 2104.09864), section 3.4.2, whose pairs are neighbours; half-split as transformers' `rotate_half`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""route: softmax over experts, the top k of them, their weights renormalised left to right."""
+"""route: softmax over experts, the top k of them, their weights renormalised left to right.
+
+Source: Shazeer et al. 2017 (arXiv 1701.06538), section 2.1, without their noise, the softmax before the choice; transformers'
+`Qwen3MoeSparseMoeBlock`.
+"""
 
 from __future__ import annotations
 

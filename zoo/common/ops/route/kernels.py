@@ -12,8 +12,17 @@ from zoo.common.ops.trees import padded_width
 
 
 @triton.jit
-def _route(logits_ptr, weights_ptr, experts_ptr, row_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-           BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr):  # fmt: skip
+def _route(
+    logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    row_stride,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < EXPERTS
@@ -54,7 +63,16 @@ def route(logits_RX: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Ten
         assert logits_RX.dtype == torch.float32
         logits = logits_RX if logits_RX.stride(1) == 1 else logits_RX.contiguous()
         _route[(rows,)](
-            logits, weights, ids, logits.stride(0), EXPERTS=experts, TOP_K=top_k, BLOCK=padded_width(experts),
-            BLOCK_K=padded_width(top_k), RENORMALISE=renormalise, num_warps=1, **EXACT,
-        )  # fmt: skip
+            logits,
+            weights,
+            ids,
+            logits.stride(0),
+            EXPERTS=experts,
+            TOP_K=top_k,
+            BLOCK=padded_width(experts),
+            BLOCK_K=padded_width(top_k),
+            RENORMALISE=renormalise,
+            num_warps=1,
+            **EXACT,
+        )
     return weights, ids

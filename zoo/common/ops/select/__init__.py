@@ -1,4 +1,7 @@
-"""select: which of the earlier tokens a row attends to, the best by a light score of all its heads together."""
+"""select: which of the earlier tokens a row attends to, the best by a light score of all its heads together.
+
+Source: the lightning indexer of DeepSeek Sparse Attention, DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+"""
 
 from __future__ import annotations
 

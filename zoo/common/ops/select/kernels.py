@@ -22,10 +22,29 @@ NOWHERE = torch.iinfo(torch.int64).min
 
 @triton.jit(do_not_specialize=["table_stride", "first_row", "columns", "top_k"])
 def _index_scores(
-    q_ptr, weights_ptr, keys_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr, flag_ptr,
-    q_row, q_head, weight_row, table_stride, first_row, columns, top_k,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    weights_ptr,
+    keys_ptr,
+    table_ptr,
+    positions_ptr,
+    sequence_ptr,
+    starts_ptr,
+    out_ptr,
+    flag_ptr,
+    q_row,
+    q_head,
+    weight_row,
+    table_stride,
+    first_row,
+    columns,
+    top_k,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """Keys of one row and one tile of positions, each as an integer that orders by (score, lower position). PAGE 0: packed keys.
 
     A NaN score among those that a choice is made from sets the flag; programs that set it together write the same value.
@@ -83,11 +102,31 @@ def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tenso
         block = min(step, count - first)
         key_RT = torch.empty(block, columns, dtype=torch.int64, device=q.device)
         _index_scores[(block, triton.cdiv(columns, KEY_TILE))](
-            q, weights, keys.contiguous(), table, rows.positions_R, rows.sequence_R, rows.starts_N1, key_RT, rows.flag(NAN_SCORE),
-            q.stride(0), q.stride(1), weights.stride(0), table.stride(0), first, columns, top_k,
-            HEADS=heads, WIDTH=width, PAGE=0 if page_table_NB is None else keys.shape[1], TILE=KEY_TILE,
-            BLOCK_H=max(16, padded_width(heads)), BLOCK_E=min(64, max(16, padded_width(width))), num_warps=4, **EXACT,
-        )  # fmt: skip
+            q,
+            weights,
+            keys.contiguous(),
+            table,
+            rows.positions_R,
+            rows.sequence_R,
+            rows.starts_N1,
+            key_RT,
+            rows.flag(NAN_SCORE),
+            q.stride(0),
+            q.stride(1),
+            weights.stride(0),
+            table.stride(0),
+            first,
+            columns,
+            top_k,
+            HEADS=heads,
+            WIDTH=width,
+            PAGE=0 if page_table_NB is None else keys.shape[1],
+            TILE=KEY_TILE,
+            BLOCK_H=max(16, padded_width(heads)),
+            BLOCK_E=min(64, max(16, padded_width(width))),
+            num_warps=4,
+            **EXACT,
+        )
         top = torch.topk(key_RT, top_k, dim=1, sorted=False)
         place = torch.where(top.values == NOWHERE, columns, top.indices).sort(1).values
         out[first : first + block] = torch.where(place == columns, -1, place)

@@ -1,4 +1,8 @@
-"""sparse_attention: each row's heads over the latent rows that were selected for it, one streaming softmax along the list."""
+"""sparse_attention: each row's heads over the latent rows that were selected for it, one streaming softmax along the list.
+
+Sources: DeepSeek Sparse Attention, DeepSeek-V3.2 (arXiv 2512.02556), section 2.1, over the latent rows of multi-head latent attention,
+DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
+"""
 
 from __future__ import annotations
 

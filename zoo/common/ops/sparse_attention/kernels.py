@@ -15,16 +15,34 @@ from zoo.common.ops.tree_kernels import EXACT, pair_tree
 from zoo.common.ops.trees import padded_width
 from zoo.common.rows import Rows
 
-LANES, BLOCK_HEADS = 64, 16
+LANES = 64
+BLOCK_HEADS = 16
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _sparse_attention(
-    q_ptr, latent_ptr, table_ptr, positions_ptr, sequence_ptr, starts_ptr, out_ptr, lse_ptr,
-    q_row, q_head, table_stride, listed, scale,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    latent_ptr,
+    table_ptr,
+    positions_ptr,
+    sequence_ptr,
+    starts_ptr,
+    out_ptr,
+    lse_ptr,
+    q_row,
+    q_head,
+    table_stride,
+    listed,
+    scale,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequence_ptr + row)
     begin = tl.load(starts_ptr + sequence).to(tl.int64)
@@ -83,10 +101,29 @@ def sparse_attention(
         table = rows.starts_N1 if page_table_NB is None else page_table_NB
         positions = positions_RK.contiguous()
         _sparse_attention[(count, triton.cdiv(heads, BLOCK_HEADS))](
-            q, latent.contiguous(), table, positions, rows.sequence_R, rows.starts_N1, out, lse,
-            q.stride(0), q.stride(1), table.stride(0), positions.shape[1], scale,
-            HEADS=heads, WIDTH=width, VALUES=values, PAGE=0 if page_table_NB is None else latent.shape[1], LANES=LANES,
-            BLOCK_H=BLOCK_HEADS, BLOCK_C=min(64, max(16, padded_width(width))), BLOCK_V=max(16, padded_width(values)),
-            num_warps=4, num_stages=1, **EXACT,
-        )  # fmt: skip
+            q,
+            latent.contiguous(),
+            table,
+            positions,
+            rows.sequence_R,
+            rows.starts_N1,
+            out,
+            lse,
+            q.stride(0),
+            q.stride(1),
+            table.stride(0),
+            positions.shape[1],
+            scale,
+            HEADS=heads,
+            WIDTH=width,
+            VALUES=values,
+            PAGE=0 if page_table_NB is None else latent.shape[1],
+            LANES=LANES,
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_C=min(64, max(16, padded_width(width))),
+            BLOCK_V=max(16, padded_width(values)),
+            num_warps=4,
+            num_stages=1,
+            **EXACT,
+        )
     return out, lse

@@ -1,4 +1,7 @@
-"""swiglu: silu(gate) * up with one rounding."""
+"""swiglu: silu(gate) * up with one rounding.
+
+Source: Shazeer 2020 (arXiv 2002.05202), section 2.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,17 @@ def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, inner, SOME: tl.constexpr,
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu_backward(
-    grad_ptr, x_ptr, pair_ptr, out_ptr, row_stride, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    pair_ptr,
+    out_ptr,
+    row_stride,
+    rows,
+    inner,
+    SOME: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, column, mask = _elements(pair_ptr, rows, inner, SOME, ROWS, BLOCK)
     if SOME:
         if tl.max(row, 0) < 0:
