@@ -2,6 +2,8 @@
 
 The order is that of DeepGEMM's product for Hopper: each group has an accumulator of its own, and its sum joins the result by one FMA
 with the product of both scales.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and the public DeepGEMM.
 """
 
 from __future__ import annotations

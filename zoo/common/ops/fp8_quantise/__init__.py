@@ -1,7 +1,7 @@
 """fp8_quantise: E4M3 codes of rows in groups of 128 columns, and a scale for each group.
 
-The rules are those of public serving: DeepSeek-V3's report (section 3.3) describes groups of 128 with FP32 scales, DeepSeek-V4 and
-its kernels round scales up to powers of two.
+Sources: E4M3, Micikevicius et al. 2022 (arXiv 2209.05433), section 3; groups of 128 with FP32 scales, DeepSeek-V3 (arXiv 2412.19437),
+section 3.3.2. DeepSeek-V4 and its kernels round scales up to powers of two.
 """
 
 from __future__ import annotations
