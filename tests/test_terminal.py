@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from weights_tools.cli import app
 from weights_tools.make_tiny import make_tiny
+from zoo.common.reading import printable
 from zoo.common.shards import header_of, read_shard, write_shard
-from zoo.common.terminal import Command, Terminal, printable, run
+from zoo.common.terminal import Command, Terminal, run
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = "[/x]\x1b[2J\x07\r\nall tensors have the same bytes\u202e:smile:"

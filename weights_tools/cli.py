@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from zoo.common.terminal import Command, printable, run
+from zoo.common.reading import printable
+from zoo.common.terminal import Command, run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Tools for checkpoints.")
 command = functools.partial(app.command, cls=Command)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from zoo.common.terminal import Command, Terminal, printable, run
+from zoo.common.reading import printable
+from zoo.common.terminal import Command, Terminal, run
 
 app = typer.Typer(
     no_args_is_help=True,

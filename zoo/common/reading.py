@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import unicodedata
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,19 @@ JSON_BYTES = 32 << 20  # of an index and of a shard's header: published ones of 
 # commas and brackets: what a file's bytes become in memory grows with them, up to 200 bytes for one
 JSON_VALUES = 1_000_000
 SHOWN = 120  # characters of a name that a message shows
+STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's categories: controls, formats (among them right-to-left), surrogates, new lines
+JOINERS = "\u200c\u200d"  # formats that ordinary words and emoji need
 
 _short = reprlib.Repr()
 _short.maxlevel = 3
 _short.maxlong = _short.maxstring = _short.maxother = 80
+
+
+def printable(text: object, keep: str = "") -> str:
+    """The text with what steers a terminal written as escapes, new lines too; `keep`: characters that stay as they are."""
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in STEERING and c not in JOINERS + keep else c for c in str(text)
+    )
 
 
 def shown(value: Any) -> str:
@@ -28,9 +38,7 @@ def shown(value: Any) -> str:
 
 def clipped(text: str, most: int = SHOWN) -> str:
     """At most `most` characters of a text, all of them printable."""
-    text = text[: most + 1]
-    if not text.isprintable():
-        text = repr(text)[1:-1]
+    text = printable(text[: most + 1])
     return text if len(text) <= most else text[:most] + "..."
 
 

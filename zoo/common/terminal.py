@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -19,16 +18,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's categories: controls, formats (among them right-to-left), surrogates, new lines
-JOINERS = "\u200c\u200d"  # formats that ordinary words and emoji need
+from zoo.common.reading import printable
+
 WIDE = 130  # columns of a file or pipe, enough for the tables
-
-
-def printable(text: object, keep: str = "") -> str:
-    """The text with what steers a terminal written as escapes, new lines too; `keep`: characters that stay as they are."""
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in STEERING and c not in JOINERS + keep else c for c in str(text)
-    )
 
 
 class Terminal(Console):
