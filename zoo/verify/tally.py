@@ -73,7 +73,8 @@ class Tally:
         self.compared += finite
         self.compared_bytes += finite * a_T.element_size()
 
-    def _differ(self, a_T: Tensor, b_T: Tensor, name: str, document: int, begin: int) -> None:
+    def _differ(self, a_T: Tensor, b_T: Tensor, name: str, document: int, begin: int, rate: int = 1) -> None:
+        """Rows from `begin` on; a row of `rate` tokens stands at the last of them, where it is written."""
         x, y = (as_integers(t) for t in (a_T, b_T))
         rows = (x.view(torch.uint8) != y.view(torch.uint8)).flatten(1) if x.dim() > 1 else _byte_rows(x, y)
         per_row = rows.sum(1)
@@ -81,13 +82,13 @@ class Tally:
         layer = "log-prob" if name == "log_prob" else name.rsplit(".", 1)[-1]
         where = per_row.nonzero()[:, 0].tolist()
         for i in where:
-            place = (layer, begin + i)
+            place = (layer, (begin + i + 1) * rate - 1)
             self.heat[place] = self.heat.get(place, 0) + int(per_row[i])
         if self.spot is None and where:
             i = where[0]
             elements = int((x[i] != y[i]).sum())
             ulp = int(ulp_distance(a_T[i : i + 1], b_T[i : i + 1]).max()) if a_T.is_floating_point() else -1
-            self.spot = Spot(name, document, begin + i, elements, ulp)
+            self.spot = Spot(name, document, (begin + i + 1) * rate - 1, elements, ulp)
 
     def seen(self, reference: Seen, other: Seen, *, entropy: bool, newest: int | None = None) -> None:
         """What a way showed against the trainer's whole document: its new log-probabilities and every byte cached so far.
@@ -105,12 +106,13 @@ class Tally:
         if set(reference.state) != set(other.state):
             raise ValueError(f"cached tensors {sorted(reference.state)} against {sorted(other.state)}")
         first = 0 if newest is None else max(0, end - newest)
-        pairs = {name: (reference.state[name][first:end], cached[first:end]) for name, cached in other.state.items()}
+        spans = {name: slice(first // reference.rate(name), end // reference.rate(name)) for name in other.state}
+        pairs = {name: (reference.state[name][spans[name]], cached[spans[name]]) for name, cached in other.state.items()}
         for name, equal in zip(pairs, _all_equal(list(pairs.values())), strict=True):
             a_T, b_T = pairs[name]
-            self._count(reference.finite(name, first, end), a_T)
+            self._count(reference.finite(name, spans[name].start, spans[name].stop), a_T)
             if not equal:
-                self._differ(a_T, b_T, name, other.document, first)
+                self._differ(a_T, b_T, name, other.document, spans[name].start, reference.rate(name))
         if (reference.slot is None) != (other.slot is None):
             missing = "the reference" if reference.slot is None else "the other side"
             raise ValueError(f"document {other.document}: {missing} has no states of recurrent layers to compare")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.common import ops
 from zoo.common.memory import ServingMemory
+from zoo.common.ops.contract import Cached, Contract, Witness
 from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph
 from zoo.common.training import Scores
 from zoo.verify.calls import Call
-from zoo.verify.states import TrainedStates
 from zoo.verify.subject import Subject
 from zoo.verify.trace import Tap
 
@@ -37,10 +38,14 @@ class Seen:
     log_prob_T: Tensor
     state: dict[str, Tensor]
     entropy_T: Tensor | None = None
-    slot: Callable[[int], dict[str, Tensor]] | None = None  # the recurrent layers' bytes after so many tokens
+    slot: Callable[[int], dict[str, Tensor]] | None = None  # what slots hold after so many tokens
+    rates: Mapping[str, int] = field(default_factory=dict)  # tokens of a row of the state, by name without its layer; else 1
+
+    def rate(self, name: str) -> int:
+        return self.rates.get(name.rsplit(".", 1)[0], 1)
 
     def finite(self, name: str, first: int, end: int) -> int:
-        """Finite entries of a cached tensor's positions first .. end - 1, counted on the device once for all positions."""
+        """Finite entries of a cached tensor's rows first .. end - 1, counted on the device once for all rows."""
         sums = self._finite[name]
         return sums[end] - sums[first]
 
@@ -75,7 +80,7 @@ def train(
     poisoned: bool = False,
     backward_first: bool = False,
 ) -> Iterator[Seen]:
-    """One packed batch through the trainer, scored; what attention and the choice of its tokens read is what a server would cache."""
+    """One packed batch through the trainer, scored; its contracts say what a server would cache of each call."""
     model = subject.trainer
     ids = torch.cat([subject.ids(d) for d in documents])
     targets = torch.cat([subject.targets(d) for d in documents])
@@ -83,20 +88,15 @@ def train(
     was_training, was_checkpointed = model.training, model.gradient_checkpointing
     model.train(not evaluate)
     model.gradient_checkpointing = checkpointed
-    kept: dict[str, list[Tensor]] = {"k": [], "v": [], "latent": [], "index": []}
-    recurrent: list[Call] = []
+    kept: dict[str, list[Cached]] = {}
+    slots: list[Call] = []
 
-    def keep(contract: Any, seen: dict[str, Any], result: Any) -> None:
-        if contract.name in ("causal_conv", "gated_delta"):
-            recurrent.append(Call.of(contract, seen, result))
-        if contract.name == "attention":
-            history = Call.of(contract, seen, result).arguments["history"]
-            kept["k"].append(history.k.detach())
-            kept["v"].append(history.v.detach())
-        if contract.name == "sparse_attention":
-            kept["latent"].append(Call.of(contract, seen, result).arguments["latent"].rows.detach())
-        if contract.name == "select":
-            kept["index"].append(Call.of(contract, seen, result).arguments["keys"].rows.detach())
+    def keep(contract: Contract, seen: dict[str, Any], result: Any) -> None:
+        call = Call.of(contract, seen, result)
+        for name, cached in contract.cached(call.arguments).items():
+            kept.setdefault(name, []).append(cached)
+        if contract.witness is not None:
+            slots.append(call)
 
     try:
         if backward_first:
@@ -114,14 +114,34 @@ def train(
         model.train(was_training)
         model.gradient_checkpointing = was_checkpointed
     begin = 0
-    for document in documents:
+    for number, document in enumerate(documents):
         mine = slice(begin, begin + subject.length(document))
+        before = [subject.length(d) for d in documents[:number]]
         # views, not a stack: at the published sizes the reference is gigabytes
-        state = {f"{name}.{layer}": t[mine] for name, each in kept.items() for layer, t in enumerate(each)}
-        states = TrainedStates.of(recurrent, mine)
-        slot = None if states is None else states.after
-        yield Seen(document, 0, scores.log_prob_R[mine].detach(), state, scores.entropy_R[mine].detach(), slot)
+        state = {f"{name}.{layer}": _rows_of(c, before, mine) for name, each in kept.items() for layer, c in enumerate(each)}
+        rates = {name: each[0].tokens_a_row for name, each in kept.items()}
+        slot = _witnessed(slots, mine)
+        yield Seen(document, 0, scores.log_prob_R[mine].detach(), state, scores.entropy_R[mine].detach(), slot, rates)
         begin = mine.stop
+
+
+def _rows_of(cached: Cached, before: list[int], document: slice) -> Tensor:
+    """A document's own rows of what a packed call caches: whole rows alone, the documents `before` it have theirs first."""
+    first = sum(length // cached.tokens_a_row for length in before)
+    return cached.rows.detach()[first : first + (document.stop - document.start) // cached.tokens_a_row]
+
+
+def _witnessed(calls: list[Call], document: slice) -> Callable[[int], dict[str, Tensor]] | None:
+    """What slots must hold of a document after so many tokens, by name and layer, from training's calls in order."""
+    witnesses: list[tuple[int, Witness]] = []
+    numbers: Counter[str] = Counter()
+    for call in calls:
+        assert call.contract.witness is not None
+        witnesses.append((numbers[call.contract.name], call.contract.witness(call.arguments, document)))
+        numbers[call.contract.name] += 1
+    if not witnesses:
+        return None
+    return lambda length: {f"{name}.{n}": part for n, witness in witnesses for name, part in witness.after(length).items()}
 
 
 class Session:
@@ -169,9 +189,9 @@ class Session:
         start = 0
         for e, count in zip(entries, counts, strict=True):
             begin, self.done[e] = self.done[e], self.done[e] + count
-            cached = self.memory.written(self.pages[e], self.done[e], self.slots[e])
-            state = {f"{name}.{layer}": part for name, t in cached.items() for layer, part in enumerate(t)}
-            held = {name: state.pop(name) for name in list(state) if name.startswith("delta_")}
+            held = _by_layer(self.memory.written_slot(self.slots[e], self.done[e]))
+            cached = _by_layer(self.memory.written(self.pages[e], self.done[e], self.slots[e]))
+            state = {name: part for name, part in cached.items() if name not in held}
             slot = (lambda length, held=held: held) if held else None
             yield Seen(self.entries[e], begin, log_prob_R[start : start + count], state, None, slot)
             start += count
@@ -248,6 +268,10 @@ def _replay(session: Session, captured: DecodeGraph, live: list[int]) -> Iterato
     logits = captured.replay(ids, position, session.table(live))
     log_prob = ops.log_prob_of_logits(logits, targets, program=subject.server.program).log_prob_R
     yield from session.seen(live, [1] * len(live), log_prob)
+
+
+def _by_layer(cached: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}.{layer}": part for name, each in cached.items() for layer, part in enumerate(each)}
 
 
 def _buffers(memory: ServingMemory) -> list[Tensor]:

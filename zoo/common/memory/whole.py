@@ -54,6 +54,9 @@ class ServingMemory(Protocol):
     def written(self, pages: list[int], length: int, slot: int = 0) -> dict[str, Tensor]:
         """The cached bytes of one sequence by name, for comparisons: [layers, ...] each."""
 
+    def written_slot(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Those of them that its slot holds."""
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -174,6 +177,11 @@ class Memory:
         found: dict[str, Tensor] = {}
         for part in self.page_parts:
             found |= part.written(pages, length)
-        for held in self.slot_parts:
-            found |= held.written(slot, length)
+        return found | self.written_slot(slot, length)
+
+    def written_slot(self, slot: int, length: int) -> dict[str, Tensor]:
+        """A slot's bytes as [layers, ...]."""
+        found: dict[str, Tensor] = {}
+        for part in self.slot_parts:
+            found |= part.written(slot, length)
         return found
