@@ -67,11 +67,11 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
 
 
 def experts(place: Place, rows: int) -> Iterator[Work]:
-    for model, (count, hidden, inner, top_k) in MIXTURES.items():
-        count, hidden, inner, top_k = (place.size(a, b) for a, b in zip((count, hidden, inner, top_k), (8, 64, 32, 2)))
+    for model, (count, hidden, intermediate, top_k) in MIXTURES.items():
+        count, hidden, intermediate, top_k = (place.size(a, b) for a, b in zip((count, hidden, intermediate, top_k), (8, 64, 32, 2)))
         gate_up, down = (
-            place.randn(count, 2 * inner, hidden, scale=hidden**-0.5),
-            place.randn(count, hidden, inner, scale=inner**-0.5),
+            place.randn(count, 2 * intermediate, hidden, scale=hidden**-0.5),
+            place.randn(count, hidden, intermediate, scale=intermediate**-0.5),
         )
         x, sets = place.randn(rows, hidden), 8  # other experts each time
         chosen = [torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous() for _ in range(sets)]
@@ -88,12 +88,12 @@ def experts(place: Place, rows: int) -> Iterator[Work]:
         theirs = place.theirs
         yield Work(
             "experts",
-            f"{model} {count}x{hidden}x{inner} top {top_k}",
+            f"{model} {count}x{hidden}x{intermediate} top {top_k}",
             rows,
             {"aligned": lambda i, run=run, x=x, c=chosen: run(x, c[i], place.ours)},
             {} if theirs is None else {"torch._grouped_mm": lambda i, run=run, x=x, c=chosen, p=theirs: run(x, c[i], p)},
-            flops=6.0 * rows * top_k * hidden * inner,
-            nbytes=6.0 * touched * hidden * inner + 2.0 * rows * hidden * (1 + top_k),
+            flops=6.0 * rows * top_k * hidden * intermediate,
+            nbytes=6.0 * touched * hidden * intermediate + 2.0 * rows * hidden * (1 + top_k),
             law=subset_law(
                 lambda run=run, x=x, c=chosen: run(x, c[0], place.ours),
                 lambda i, run=run, x=x, c=chosen: run(x[i], c[0][i], place.ours),
@@ -103,7 +103,7 @@ def experts(place: Place, rows: int) -> Iterator[Work]:
             exact=exact,
             picked=lambda out: out[:4],
             sets=sets,
-            targets=(Target("experts", (count, hidden, inner)),),
+            targets=(Target("experts", (count, hidden, intermediate)),),
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import rivals
 from benchmarks.work.cases import Place, Work, subset_law
-from benchmarks.work.shapes import HEADS, INNER, PREFILL, WIDTHS
+from benchmarks.work.shapes import HEADS, INTERMEDIATES, PREFILL, WIDTHS
 from zoo.common import ops
 from zoo.common.rollouts import SamplingParams
 from zoo.common.row_sampling import RowSampling
@@ -111,8 +111,8 @@ def rope(place: Place, rows: int) -> Iterator[Work]:
 
 
 def swiglu(place: Place, rows: int) -> Iterator[Work]:
-    for model, inner in INNER.items():
-        x = place.randn(rows, 2 * place.size(inner, 64))
+    for model, intermediate in INTERMEDIATES.items():
+        x = place.randn(rows, 2 * place.size(intermediate, 64))
 
         def run(x: Tensor) -> Tensor:
             return ops.swiglu(x, program=place.ours)

@@ -27,7 +27,7 @@ LINEARS = {
 }  # fmt: skip
 WIDTHS = {"qwen3-8b": 4096, "qwen3-30b-a3b": 2048, "qwen3.5-4b": 2560}
 HEADS = {"qwen3-8b": (32, 8, 128), "qwen3-30b-a3b": (32, 4, 128), "qwen3.5-35b-a3b": (16, 2, 256)}
-INNER = {"qwen3-8b": 12288, "qwen3.5-4b": 9216}
+INTERMEDIATES = {"qwen3-8b": 12288, "qwen3.5-4b": 9216}
 # X, D, F, K
 MIXTURES = {"qwen3-30b-a3b": (128, 2048, 768, 8), "qwen3.5-35b-a3b": (256, 2048, 512, 8), "glm-5.2": (256, 6144, 2048, 8)}
 BIASED = {"glm-5.2": Choice(8, scale=2.5)}  # mixtures that biased_route fills; route the others

@@ -139,15 +139,15 @@ class FieldReader:
         values = []
         for name in names:
             flat = self.raw(name, None)
-            inner = places[place].get(name, flat)
-            if flat is not None and inner != flat:
-                raise ValueError(f"{self.family}: {name} is {shown(flat)}, and {shown(inner)} in {place}")
-            if name in hidden and hidden[name] != inner:
-                found = "nothing" if inner is None else shown(inner)
+            here = places[place].get(name, flat)
+            if flat is not None and here != flat:
+                raise ValueError(f"{self.family}: {name} is {shown(flat)}, and {shown(here)} in {place}")
+            if name in hidden and hidden[name] != here:
+                found = "nothing" if here is None else shown(here)
                 raise ValueError(
                     f"{self.family}: {name} is {shown(hidden[name])} in rope_parameters, and {found} in rope_scaling, which alone counts"
                 )
-            values.append(self._positive(name, inner))
+            values.append(self._positive(name, here))
         return values
 
     def _plain_rope(self, place: str, known: set[str]) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
         if isinstance(part, layers.Linear):
             found.add(("linear", (*part.weight.shape, part.k_parts)))
         elif isinstance(part, layers.Experts):
-            count, hidden, inner = part.down.shape
-            found.add(("experts", (count, hidden, inner)))
+            count, hidden, intermediate = part.down.shape
+            found.add(("experts", (count, hidden, intermediate)))
     vocabulary, hidden = module.get_submodule("model").head_weight_VD.shape  # type: ignore[union-attr,misc]
     return found | {("linear", shape) for shape in head_shapes(int(vocabulary), int(hidden))}
 

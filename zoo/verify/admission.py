@@ -105,13 +105,13 @@ def _linear(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tu
 
 
 def _experts(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
-    count, hidden, inner = shape
+    count, hidden, intermediate = shape
     chosen = Draw(0, program.device, program.torch_dtype).choices(rows, min(8, count), count)
-    gate_up = _repeated(numbers((min(count, 4), 2 * inner, hidden), "normal", "gate_up", program, hidden**-0.5), count)
+    gate_up = _repeated(numbers((min(count, 4), 2 * intermediate, hidden), "normal", "gate_up", program, hidden**-0.5), count)
     for kind in KINDS:
-        scale = 2.0**10 if kind == "subnormal" else inner**-0.5
+        scale = 2.0**10 if kind == "subnormal" else intermediate**-0.5
         if kind != "cancel":
-            down = _repeated(numbers((min(count, 4), hidden, inner), "normal", "down", program, scale), count)
+            down = _repeated(numbers((min(count, 4), hidden, intermediate), "normal", "down", program, scale), count)
         x = _repeated(numbers((min(rows, DRAWN), hidden), kind, "x", program), rows)
         yield kind, [(x[:r], chosen[:r], gate_up, down) for r in _counts(rows)]
 

@@ -14,8 +14,8 @@ from zoo.common.ops.contract import INTEGERS, PROGRAM, Arguments, Contract, OpFu
 from zoo.common.program import Program
 
 
-def _deepgemm_serves(experts: int, hidden: int, inner: int) -> bool:
-    return hidden % 64 == 0 and inner % 64 == 0
+def _deepgemm_serves(experts: int, hidden: int, intermediate: int) -> bool:
+    return hidden % 64 == 0 and intermediate % 64 == 0
 
 
 def _shape(arguments: Arguments) -> tuple[int, ...]:

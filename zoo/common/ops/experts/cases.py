@@ -16,7 +16,7 @@ def _case(
     name: str,
     rows: int,
     hidden: int,
-    inner: int,
+    intermediate: int,
     count: int,
     top_k: int,
     kind: str = "normal",
@@ -31,8 +31,8 @@ def _case(
         return {
             "x_RD": draw.floats(rows, hidden, kind=kind),
             "experts_RK": chosen,
-            "gate_up_X2FD": draw.floats(count, 2 * inner, hidden, scale=hidden**-0.5),
-            "down_XDF": draw.floats(count, hidden, inner, scale=inner**-0.5),
+            "gate_up_X2FD": draw.floats(count, 2 * intermediate, hidden, scale=hidden**-0.5),
+            "down_XDF": draw.floats(count, hidden, intermediate, scale=intermediate**-0.5),
         }
 
     def call(t: Trial, args: Args) -> Any:
@@ -93,9 +93,9 @@ def products() -> list[Product]:
         return provider.function("backward")(grad, *args.values())
 
     found = []
-    for hidden, inner in ((256, 128), (160, 72)):
+    for hidden, intermediate in ((256, 128), (160, 72)):
         for run, counts in ((forward, (1, 4, 16, 64, 256, 512)), (backward, (64, 512))):
             for rows in counts:
-                name = f"{run.__name__}, {rows} rows, {hidden} by {inner}"
-                found.append(Product(name, "experts", _case("", rows, hidden, inner, 8, 2).make, run))
+                name = f"{run.__name__}, {rows} rows, {hidden} by {intermediate}"
+                found.append(Product(name, "experts", _case("", rows, hidden, intermediate, 8, 2).make, run))
     return found

@@ -2,7 +2,7 @@
 
 A *pair* is `row * K + slot`. The layout gives each expert whole tiles of `tile` positions; positions without a pair hold -1. Its
 sizes are upper bounds that depend on shapes alone, so nothing waits for the host and every call can be captured in a CUDA graph.
-Positions name the rows of inner tensors, e.g. hidden_PF.
+Positions name the rows of intermediate tensors, e.g. hidden_PF.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ def _product(
 def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
     """Gate and up with swiglu in one launch, down in another, which writes each slot row to its own place."""
     rows, slots = experts_RK.shape
-    count, hidden, inner = down_XDF.shape
+    count, hidden, intermediate = down_XDF.shape
     out = x_RD.new_empty(rows, slots, hidden)
     if out.numel() == 0:
         return out
@@ -364,7 +364,7 @@ def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_
     tile = _tile(rows * slots, count)
     layout = None if rows == 1 else lay_out(chosen, count, tile.rows)
     positions = slots * tile.rows if layout is None else layout.pair_P.numel()
-    hidden_PF = x_RD.new_empty(positions, inner)
+    hidden_PF = x_RD.new_empty(positions, intermediate)
     _product(x_RD.contiguous(), gate_up_X2FD.contiguous(), hidden_PF, layout, chosen, ROW, POSITION, tile, fused=True)
     return _product(hidden_PF, down_XDF.contiguous(), out, layout, chosen, POSITION, PAIR, tile)
 
@@ -380,12 +380,12 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     import deep_gemm
 
     rows, slots = experts_RK.shape
-    count, hidden, inner = down_XDF.shape
+    count, hidden, intermediate = down_XDF.shape
     layout = lay_out(experts_RK, count, deep_gemm.get_mk_alignment_for_contiguous_layout())
     positions = layout.pair_P.numel()
     # positions without a pair compute what memory held, those past the last expert nothing: nobody reads them
     x_PD = _copy_rows(x_RD, layout.pair_P, slots, x_RD.new_empty(positions, hidden))
-    gate_up_P2F = x_RD.new_empty(positions, 2 * inner)
+    gate_up_P2F = x_RD.new_empty(positions, 2 * intermediate)
     down_PD = x_RD.new_empty(positions, hidden)
     ends_X = layout.first_X1[1:]
     product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
@@ -428,9 +428,9 @@ def experts_grouped_mm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, d
 def experts_backward(
     grad_RKD: Tensor, x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Recomputes the inner rows. Every sum has one owner and one order: rows of an expert by pair, slots of a row by slot."""
+    """Recomputes the intermediate rows. Every sum has one owner and one order: rows of an expert by pair, slots of a row by slot."""
     rows, slots = experts_RK.shape
-    count, hidden, inner = down_XDF.shape
+    count, hidden, intermediate = down_XDF.shape
     if rows * slots == 0:
         return torch.zeros_like(x_RD), torch.zeros_like(gate_up_X2FD), torch.zeros_like(down_XDF)
     grad_RKD = grad_RKD.contiguous()
@@ -442,9 +442,9 @@ def experts_backward(
     layout = lay_out(chosen, count, tile.rows)
     positions = layout.pair_P.numel()
 
-    gate_up_P2F = x_RD.new_empty(positions, 2 * inner)
+    gate_up_P2F = x_RD.new_empty(positions, 2 * intermediate)
     _product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
-    grad_hidden_PF = x_RD.new_empty(positions, inner)
+    grad_hidden_PF = x_RD.new_empty(positions, intermediate)
     _product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
     grad_down_XDF = _weight_grad(grad_RKD, swiglu(gate_up_P2F, layout.pair_P), torch.empty_like(down_XDF), layout, PAIR, POSITION)
     grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, layout.pair_P)

@@ -15,7 +15,7 @@ EPS = 1e-6
 
 
 def _case(
-    name: str, rows: int, heads: int, kv_heads: int, width: int, rotated: int, *, gated: bool = False, device_sized: bool = False
+    name: str, rows: int, heads: int, kv_heads: int, width: int, rope_dim: int, *, gated: bool = False, device_sized: bool = False
 ) -> Case:
     query_width = 2 * width if gated else width  # the zero-centred family keeps a gate beside each query
 
@@ -27,7 +27,7 @@ def _case(
             "qkv_RC": draw.floats(rows, heads * query_width + 2 * kv_heads * width, kind="wide"),
             "q_weight_E": draw.floats(width) * 0.1 + (0.0 if gated else 1.0),
             "k_weight_E": draw.floats(width) * 0.1 + (0.0 if gated else 1.0),
-            "table_PC2": rope_table(4096, rotated, 1e6).to(device),
+            "table_PC2": rope_table(4096, rope_dim, 1e6).to(device),
             "positions_R": draw.integers(rows, below=4096),
         }
 

@@ -17,7 +17,7 @@ def _case(
     rows: int,
     heads: int,
     width: int,
-    rotated: int,
+    rope_dim: int,
     positions: int = 512,
     kind: str = "normal",
     neighbours: bool = False,
@@ -27,7 +27,7 @@ def _case(
         draw = Draw(seed, device, dtype)
         return {
             "x_RHE": draw.floats(rows, heads, width, kind=kind),
-            "table_PC2": rope_table(positions, rotated, 1e6).to(device),
+            "table_PC2": rope_table(positions, rope_dim, 1e6).to(device),
             "positions_R": draw.integers(rows, below=positions),
         }
 

@@ -19,12 +19,12 @@ SINE = [(-1) ** n / math.factorial(2 * n + 1) for n in range(8, -1, -1)]  # Tayl
 COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(8, -1, -1)]
 
 
-def rope_table(positions: int, rotated: int, theta: float) -> Tensor:
-    """[positions, rotated / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rotated), products in FP32 as published models do.
+def rope_table(positions: int, rope_dim: int, theta: float) -> Tensor:
+    """[positions, rope_dim / 2, 2] FP32 on the CPU: cos and sin of p * theta^(-2i / rope_dim), products in FP32 as published models do.
 
     ValueError beyond 2^22 radians.
     """
-    exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
     frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
     if not positions * float(frequency.max()) <= MOST_RADIANS:
         raise ValueError(

@@ -11,9 +11,9 @@ from zoo.common.program import Program
 from zoo.testing import Along, Args, assert_column_law
 
 
-def _case(name: str, rows: int, inner: int, kind: str = "normal", device_sized: bool = False) -> Case:
+def _case(name: str, rows: int, intermediate: int, kind: str = "normal", device_sized: bool = False) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        return {"gate_up": Draw(seed, device, dtype).floats(rows, 2 * inner, kind=kind, scale=2.0)}
+        return {"gate_up": Draw(seed, device, dtype).floats(rows, 2 * intermediate, kind=kind, scale=2.0)}
 
     def call(t: Trial, args: Args) -> Any:
         return t.op("swiglu")(args["gate_up"], program=t.program)

@@ -18,14 +18,14 @@ def silu_times(gate, up):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, column, mask = _elements(pair_ptr, rows, inner, SOME, ROWS, BLOCK)
+def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, intermediate, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, mask = _elements(pair_ptr, rows, intermediate, SOME, ROWS, BLOCK)
     if SOME:
         if tl.max(row, 0) < 0:
             return
-    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, inner)
+    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, intermediate)
     out = silu_times(gate, up)
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], out.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * intermediate + column[None, :], out.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -36,71 +36,71 @@ def _swiglu_backward(
     out_ptr,
     row_stride,
     rows,
-    inner,
+    intermediate,
     SOME: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, column, mask = _elements(pair_ptr, rows, inner, SOME, ROWS, BLOCK)
+    row, column, mask = _elements(pair_ptr, rows, intermediate, SOME, ROWS, BLOCK)
     if SOME:
         if tl.max(row, 0) < 0:
             return
-    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, inner)
-    upstream = tl.load(grad_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate, up = _gate_up(x_ptr, row, column, mask, row_stride, intermediate)
+    upstream = tl.load(grad_ptr + row.to(tl.int64)[:, None] * intermediate + column[None, :], mask=mask, other=0.0).to(tl.float32)
     denominator = 1.0 + tl.exp(-gate)
     sigmoid = tl.div_rn(tl.full((ROWS, BLOCK), 1.0, tl.float32), denominator)
     silu = gate * sigmoid
     grad_gate = upstream * up * (sigmoid + silu * (1.0 - sigmoid))
-    out = out_ptr + row.to(tl.int64)[:, None] * (2 * inner) + column[None, :]
+    out = out_ptr + row.to(tl.int64)[:, None] * (2 * intermediate) + column[None, :]
     tl.store(out, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + inner, (upstream * silu).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + intermediate, (upstream * silu).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _elements(pair_ptr, rows, inner, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _elements(pair_ptr, rows, intermediate, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A program's rows (-1: none), its columns, and which elements there are."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = row < rows
     if SOME:
         live &= tl.load(pair_ptr + row, mask=live, other=-1) >= 0
-    return tl.where(live, row, -1), column, live[:, None] & (column < inner)[None, :]
+    return tl.where(live, row, -1), column, live[:, None] & (column < intermediate)[None, :]
 
 
 @triton.jit
-def _gate_up(x_ptr, row, column, mask, row_stride, inner):
+def _gate_up(x_ptr, row, column, mask, row_stride, intermediate):
     """Those elements in FP32."""
     at = x_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + inner, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + intermediate, mask=mask, other=0.0).to(tl.float32)
 
 
 def swiglu(gate_up: Tensor, pair_P: Tensor | None = None) -> Tensor:
     """silu(gate) * up of [..., 2F], contiguous [..., F]; rows may be strided. Rows whose pair is negative are left as memory was."""
-    inner = gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], inner)
+    intermediate = gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], intermediate)
     if y.numel():
         x = _rows(gate_up)
-        grid, tile = _launch(x.shape[0], inner, pair_P)
-        _swiglu[grid](x, x if pair_P is None else pair_P, y, x.stride(0), x.shape[0], inner, **tile)
+        grid, tile = _launch(x.shape[0], intermediate, pair_P)
+        _swiglu[grid](x, x if pair_P is None else pair_P, y, x.stride(0), x.shape[0], intermediate, **tile)
     return y
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, pair_P: Tensor | None = None) -> Tensor:
     """The gradient of gate and up together, [..., 2F]. Rows whose pair is negative are left as memory was."""
-    inner = gate_up.shape[-1] // 2
+    intermediate = gate_up.shape[-1] // 2
     out = gate_up.new_empty(gate_up.shape)
     if out.numel():
         x = _rows(gate_up)
-        grid, tile = _launch(x.shape[0], inner, pair_P)
-        _swiglu_backward[grid](grad.contiguous(), x, x if pair_P is None else pair_P, out, x.stride(0), x.shape[0], inner, **tile)
+        grid, tile = _launch(x.shape[0], intermediate, pair_P)
+        _swiglu_backward[grid](grad.contiguous(), x, x if pair_P is None else pair_P, out, x.stride(0), x.shape[0], intermediate, **tile)
     return out
 
 
-def _launch(rows: int, inner: int, pair_P: Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:
+def _launch(rows: int, intermediate: int, pair_P: Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Blocks of columns that divide the width where they can: a warp of columns beyond it costs as much as one within."""
-    columns = next((c for c in (1024, 512) if inner % c == 0), 256)
+    columns = next((c for c in (1024, 512) if intermediate % c == 0), 256)
     height = 1024 // columns
-    grid = (triton.cdiv(rows, height), triton.cdiv(inner, columns))
+    grid = (triton.cdiv(rows, height), triton.cdiv(intermediate, columns))
     return grid, {"SOME": pair_P is not None, "ROWS": height, "BLOCK": columns, "num_warps": 4, **EXACT}
 
 
