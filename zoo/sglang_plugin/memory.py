@@ -81,13 +81,17 @@ def _append(k_RGE: Tensor, v_RGE: Tensor, k_SGE: Tensor, v_SGE: Tensor, slot_R: 
 
 @dataclass(frozen=True)
 class BoundPool:
-    """What a serving model's `hidden_rows` takes as memory: the makers of its layers' views, during one step."""
+    """What a serving model's `hidden_rows` takes as memory: the makers of its layers' views, during one step.
+
+    slots  whether a layer holds something in the slots of the step's requests
+    """
 
     layers: Sequence[Callable[[Pager, Tensor | None], Any]]
     step: Step
+    slots: bool
 
     def view(self, page_table_NB: Tensor) -> list[Any]:
-        return views_of(self.layers, StepPager(self.step), self.step.request_N)
+        return views_of(self.layers, StepPager(self.step), self.step.request_N if self.slots else None)
 
 
 class KeyValuePool:
@@ -114,7 +118,7 @@ class KeyValuePool:
 
     def during(self, step: Step) -> BoundPool:
         """Of a model whose every layer has keys and values."""
-        return BoundPool(self.layers, step)
+        return BoundPool(self.layers, step, slots=False)
 
     def begin(
         self, rids: Sequence[str] | None, request_N: Tensor, contexts_N: Tensor, counts: Sequence[int], contexts: Sequence[int]

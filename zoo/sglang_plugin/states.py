@@ -41,7 +41,7 @@ class HybridPool:
         self._ends: dict[str, int] = {}
 
     def during(self, step: Step) -> BoundPool:
-        return BoundPool(self.layers, step)
+        return BoundPool(self.layers, step, slots=True)
 
     def begin(
         self, rids: Sequence[str] | None, request_N: Tensor, contexts_N: Tensor, counts: Sequence[int], contexts: Sequence[int]
