@@ -53,8 +53,12 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """Representable values between a and b, int64; -1 where either is not finite; +0 and -0 are 0 apart."""
     lowest = -(1 << (8 * a.element_size() - 1))
     x, y = (torch.where(i < 0, lowest - i, i) for i in (as_integers(t).long() for t in (a, b)))
-    finite = a.double().isfinite() & b.double().isfinite()  # torch has no isfinite of some FP8
-    return torch.where(finite, (x - y).abs(), -1)
+    return torch.where(finite(a) & finite(b), (x - y).abs(), -1)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Which elements are no NaN and no infinity; torch has no isfinite of some FP8."""
+    return (x.float() if x.element_size() == 1 else x).isfinite()
 
 
 def assert_same_bytes(actual: Any, expected: Any, what: str = "result") -> None:

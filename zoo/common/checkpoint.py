@@ -30,6 +30,7 @@ from zoo.common.shards import (
     write_shards,
 )
 from zoo.common.weights import Entry, Piece, WeightTable
+from zoo.testing import finite
 
 SHARD_BYTES = 5 * 10**9
 HELD_BYTES = 64 << 20  # of small files that are held in memory; larger ones are copied from where they lie
@@ -204,9 +205,8 @@ def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
 def check_finite(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         return
-    finite = torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())  # torch has no isfinite of some FP8
-    if not bool(finite.all()):
-        bad = ~finite
+    bad = ~finite(tensor)
+    if bool(bad.any()):
         raise ValueError(f"{name} has {int(bad.sum())} NaN or infinite values, the first at {bad.nonzero()[0].tolist()}")
 
 

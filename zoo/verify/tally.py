@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.testing import as_integers, ulp_distance
+from zoo.testing import as_integers, finite, ulp_distance
 from zoo.verify.ways import Seen
 
 CERTAIN = -1e-3  # a log-probability above this says nothing about the arithmetic
@@ -64,7 +64,7 @@ class Tally:
         """Entries of dim 0 are positions from `begin` on. Entries that are not finite in a are compared, and not counted."""
         if a_T.shape != b_T.shape or a_T.dtype != b_T.dtype:
             raise ValueError(f"{name}: {a_T.dtype} {list(a_T.shape)} against {b_T.dtype} {list(b_T.shape)}")
-        self._count(int(a_T.isfinite().sum()) if a_T.is_floating_point() else a_T.numel(), a_T)
+        self._count(int(finite(a_T).sum()) if a_T.is_floating_point() else a_T.numel(), a_T)
         x, y = (as_integers(t) for t in (a_T, b_T))
         if not torch.equal(x, y):
             self._differ(a_T, b_T, name, document, begin)
