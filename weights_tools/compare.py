@@ -14,7 +14,8 @@ from zoo.common.checkpoint import Checkpoint
 from zoo.common.terminal import Terminal
 from zoo.testing import as_integers, ulp_distance
 
-ONLY_A, ONLY_B = "only in A", "only in B"
+ONLY_A = "only in A"
+ONLY_B = "only in B"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,13 +42,15 @@ def differences(a: str, b: str, revision_a: str | None = None, revision_b: str |
 
 
 def _differences(a: Checkpoint, b: Checkpoint) -> list[Difference]:
-    left, right = a.tensors, b.tensors
+    left = a.tensors
+    right = b.tensors
     out = []
     for name in dict.fromkeys([*left, *right]):
         if name not in left or name not in right:
             out.append(Difference(name, ONLY_B if name in right else ONLY_A))
             continue
-        x, y = left[name], right[name]
+        x = left[name]
+        y = right[name]
         if (x.dtype, x.shape) != (y.dtype, y.shape):
             out.append(Difference(name, f"{x.dtype} {list(x.shape)} against {y.dtype} {list(y.shape)}"))
             continue
@@ -68,7 +71,8 @@ def show(a: str, b: str, revision_a: str | None = None, revision_b: str | None =
     if not found:
         console.print("all tensors have the same bytes")
         return True
-    listed, title = found, f"{len(found)} tensors differ"
+    listed = found
+    title = f"{len(found)} tensors differ"
     if {ONLY_A, ONLY_B} & {line.reason for line in found}:
         mine, theirs = map(content_hash_of, sides.values())
         if mine == theirs and not mine.startswith("none"):

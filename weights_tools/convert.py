@@ -46,7 +46,8 @@ def has_zoo_names(source: Checkpoint, table: WeightTable) -> bool:
 def match_zoo(source: Checkpoint, table: WeightTable) -> list[str]:
     """The stored names that are no parameters: aliases and what is carried. ValueError unless the others are all parameters in the
     zoo's naming, naming what is missing, unknown or wrong-shaped."""
-    stored, ours = source.tensors, {entry.ours for entry in table.entries}
+    stored = source.tensors
+    ours = {entry.ours for entry in table.entries}
     missing = sorted(ours - set(stored))
     aliases = {piece.published for entry in table.entries if entry.optional_alias for piece in entry.layouts[0]}
     kept = [name for name in stored if name not in ours]
@@ -64,7 +65,8 @@ def match_zoo(source: Checkpoint, table: WeightTable) -> list[str]:
 
 
 def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: int) -> None:
-    match, stored = source.match(table), source.tensors
+    match = source.match(table)
+    stored = source.tensors
     members: dict[str, list[str]] = {}
     for name, (entry, _) in match.places.items():
         if not entry.optional_alias:
@@ -87,7 +89,8 @@ def _to_zoo(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: i
 
 
 def _to_hf(source: Checkpoint, table: WeightTable, folder: Path, shard_bytes: int) -> None:
-    stored, kept = source.tensors, match_zoo(source, table)
+    stored = source.tensors
+    kept = match_zoo(source, table)
     places = {piece.published: (entry.ours, piece) for entry, piece in table.pieces()}
     specs = [(name, DTYPES[stored[owner].dtype], piece.shape) for name, (owner, piece) in places.items()]
     specs += [(name, DTYPES[stored[name].dtype], stored[name].shape) for name in kept]

@@ -29,7 +29,8 @@ def show(path: str, revision: str | None = None, content: bool = True) -> None:
         table: WeightTable | None = made.family.table(made.family.config.from_hf(source.config))
         known = f"a checkpoint of {made.__name__}"
     except ValueError as error:
-        table, known = None, f"not supported: {error}"
+        table = None
+        known = f"not supported: {error}"
     own = table is not None and has_zoo_names(source, table)
     if own:
         known += ", in the zoo's own names: `convert --to hf` makes one that loads"

@@ -152,7 +152,8 @@ class Checkpoint:
 
     def main_dtype(self, match: Match) -> torch.dtype:
         """The stored dtype of the most elements, entries of a dtype of their own left out."""
-        stored, elements = self.tensors, Counter[str]()
+        stored = self.tensors
+        elements = Counter[str]()
         for name, (entry, _) in match.places.items():
             if not entry.fixed:
                 elements[stored[name].dtype] += stored[name].nbytes // DTYPES[stored[name].dtype].itemsize
@@ -168,9 +169,11 @@ def check_shard_bytes(shard_bytes: int) -> None:
 def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, convert: bool) -> None:
     """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one
     rounding."""
-    parameters, stored = _parameters(module), checkpoint.tensors
+    parameters = _parameters(module)
+    stored = checkpoint.tensors
     floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
-    wrong, helps = [], True
+    wrong = []
+    helps = True
     for name, (entry, _) in match.places.items():
         have = DTYPES[stored[name].dtype]
         want = entry.stored(parameters[entry.ours].dtype)

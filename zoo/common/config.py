@@ -20,13 +20,38 @@ ALL_EXPERTS = 1 << 16  # of all layers: twice the published models' most
 
 # fields of every family that move no number: token ids of a prompt's ends, what transformers keeps beside a geometry, and what
 # others write into the config.json that they upload again
-IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "router_aux_loss_coef", "num_local_experts", "_name_or_path", "chunk_size_feed_forward",
-    "id2label", "label2id", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
-    "_attn_implementation", "_experts_implementation", "experts_implementation", "attn_implementation", "tokenizer_class",
-    "unsloth_fixed", "unsloth_version",
-})  # fmt: skip
+IGNORED = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "router_aux_loss_coef",
+        "num_local_experts",
+        "_name_or_path",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "is_encoder_decoder",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "_attn_implementation",
+        "_experts_implementation",
+        "experts_implementation",
+        "attn_implementation",
+        "tokenizer_class",
+        "unsloth_fixed",
+        "unsloth_version",
+    }
+)
 # also of every family; with another value the published class would train with dropout, or with the routers' loss beside its own
 TRAINING = {"attention_dropout": 0.0, "output_router_logits": False}
 

@@ -27,7 +27,9 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, program: Program, *, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=program.torch_dtype))
-        self.program, self.out_dtype, self.k_parts = program, out_dtype, k_parts
+        self.program = program
+        self.out_dtype = out_dtype
+        self.k_parts = k_parts
 
     def forward(self, x_RK: Tensor) -> Tensor:
         return ops.linear(x_RK, self.weight, program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
@@ -44,7 +46,9 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
-        self.eps, self.program, self.zero_centred = eps, program, zero_centred
+        self.eps = eps
+        self.program = program
+        self.zero_centred = zero_centred
 
     def forward(self, residual_RD: Tensor, branch_RD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if branch_RD is None:
@@ -85,7 +89,10 @@ class RotaryTable(nn.Module):
 
     def __init__(self, positions: int, rope_dim: int, theta: float, program: Program) -> None:
         super().__init__()
-        self.positions, self.rope_dim, self.theta, self.program = positions, rope_dim, theta, program
+        self.positions = positions
+        self.rope_dim = rope_dim
+        self.theta = theta
+        self.program = program
         self.table_PC2 = torch.empty(0)
 
     def reset_buffers(self, device: torch.device | str) -> None:
@@ -116,11 +123,24 @@ class HeadNormRope(nn.Module):
         super().__init__()
         self.q = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
         self.k = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
-        self.heads, self.kv_heads, self.query_width, self.eps = heads, kv_heads, query_width, eps
-        self.program, self.zero_centred = program, zero_centred
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.query_width = query_width
+        self.eps = eps
+        self.program = program
+        self.zero_centred = zero_centred
 
     def forward(self, qkv_RC: Tensor, rotary: RotaryTable, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.norm_rope(
-            qkv_RC, self.q, self.k, rotary.on(qkv_RC.device), positions_R, heads=self.heads, kv_heads=self.kv_heads, eps=self.eps,
-            program=self.program, query_width=self.query_width, zero_centred=self.zero_centred,
-        )  # fmt: skip
+            qkv_RC,
+            self.q,
+            self.k,
+            rotary.on(qkv_RC.device),
+            positions_R,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            eps=self.eps,
+            program=self.program,
+            query_width=self.query_width,
+            zero_centred=self.zero_centred,
+        )

@@ -295,7 +295,8 @@ class Pretrained(nn.Module):
     def _on_meta(cls, config: Any, program: Program) -> Self:
         with torch.device("meta"):
             module = cls(config, program)
-        table, parameters = cls.family.table(config), dict(module.named_parameters())
+        table = cls.family.table(config)
+        parameters = dict(module.named_parameters())
         covered = dict.fromkeys(parameters, 0)
         for entry, piece in table.pieces():
             covered[entry.ours] += torch.Size(piece.shape).numel()

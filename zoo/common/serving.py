@@ -133,7 +133,8 @@ class ForServing(Pretrained, nn.Module):
         return ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program).log_prob_R
 
     def _check_final(self, hidden_RD: Tensor) -> None:
-        width, dtype = self.config.hidden, self.program.torch_dtype
+        width = self.config.hidden
+        dtype = self.program.torch_dtype
         if hidden_RD.dim() != 2 or hidden_RD.shape[1] != width or hidden_RD.dtype != dtype:
             raise ValueError(f"final rows are [R, {width}] of {dtype}, not {list(hidden_RD.shape)} of {hidden_RD.dtype}")
 
@@ -147,7 +148,8 @@ class DecodeGraph:
     def __init__(self, model: ForServing, memory: ServingMemory, batch: int, blocks: int, pool: Any = None) -> None:
         """`pool` (torch.cuda.graph_pool_handle()) is shared by graphs whose outputs are read before another of them replays."""
         device = next(model.parameters()).device
-        self.batch, self.blocks = batch, blocks
+        self.batch = batch
+        self.blocks = blocks
         self.ids_N = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions_N = torch.zeros(batch, dtype=torch.int64, device=device)
         self.lengths_N = torch.ones(batch, dtype=torch.int32, device=device)
@@ -181,7 +183,9 @@ class PrefillGraph:
         device = next(model.parameters()).device
         self.memory = memory
         self.padded = PaddedRows(count, length, memory.columns(memory.pages_for(length)), device)
-        ids_R, rows, table_NB = self.padded.ids_R, self.padded.rows, self.padded.table_NB
+        ids_R = self.padded.ids_R
+        rows = self.padded.rows
+        table_NB = self.padded.table_NB
         self.graph, self.hidden_RD = captured(lambda: model.prefill(ids_R, rows, memory, table_NB), pool)
 
     def replay(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> Tensor:
@@ -196,7 +200,8 @@ class PrefillGraph:
 def prefill_counts(length: int, most: int) -> tuple[int, ...]:
     """Rows of each captured prefill of at most `most` rows, and of no more than its live sequences of up to `length` tokens can have."""
     few, many = (min(most, sequences * length) for sequences in PREFILL_SEQUENCES)
-    small, largest = tuple(count for count in PREFILL_ROWS if count <= few), PREFILL_ROWS[-1]
+    small = tuple(count for count in PREFILL_ROWS if count <= few)
+    largest = PREFILL_ROWS[-1]
     return small if many <= largest else (*small, *range(largest + PREFILL_STRIDE, many, PREFILL_STRIDE), many)
 
 
@@ -249,13 +254,15 @@ class PaddedRows:
             max_length=length,
         )
         ramp_R = torch.arange(count, device=device)
-        self._position_R, self._piece_R = ramp_R % length, ramp_R // length
+        self._position_R = ramp_R % length
+        self._piece_R = ramp_R // length
         self._begin_N1 = torch.arange(places + 1, dtype=torch.int32, device=device) * length
         self._pad(0, 0)
 
     def fill(self, ids_R: Tensor, rows: Rows, table_NB: Tensor) -> None:
         """The next live rows, on the current stream and without waiting for it. It is `prefill_bucket`'s for them."""
-        live, sequences = rows.count, rows.lengths_N.shape[0]
+        live = rows.count
+        sequences = rows.lengths_N.shape[0]
         mine = self.rows
         assert live <= self.count and rows.max_length <= mine.max_length
         assert self.count - live <= (self.places - sequences) * mine.max_length, f"no place for {self.count - live} rows of padding"
@@ -269,7 +276,8 @@ class PaddedRows:
 
     def _pad(self, live: int, sequences: int) -> None:
         """All that is behind `live` rows of `sequences` sequences."""
-        mine, left = self.rows, self.count - live
+        mine = self.rows
+        left = self.count - live
         begin_N1 = (self._begin_N1[: len(self._begin_N1) - sequences] + live).clamp(max=self.count)
         self.ids_R[live:].zero_()
         mine.positions_R[live:].copy_(self._position_R[:left])

@@ -84,7 +84,8 @@ class ForRL(Pretrained, nn.Module):
 
         ValueError for a start of a layer that hands on nothing, or that isn't there.
         """
-        given, layers = {} if start is None else start, self.config.layers
+        given = {} if start is None else start
+        layers = self.config.layers
         absent = [layer for layer in given if not 0 <= layer < layers]
         if absent:
             raise ValueError(f"a start is given for layer {absent[0]}, the model has layers 0 .. {layers - 1}")
@@ -159,7 +160,9 @@ class ForRL(Pretrained, nn.Module):
         """
         _check_shapes(input_ids, cu_seqlens, attention_mask, labels)
         if cu_seqlens is not None:
-            ids_R, starts, keep = input_ids, cu_seqlens, None
+            ids_R = input_ids
+            starts = cu_seqlens
+            keep = None
         else:
             keep = _kept(input_ids, attention_mask)
             ids_R = input_ids[keep]

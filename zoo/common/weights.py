@@ -156,7 +156,8 @@ def single(
 
 def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int, Cut | None]]) -> Entry:
     """Published projections of one input, (name, rows, cut) each of `columns` columns, stacked by rows in the order given."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for published, rows, cut in parts:
         pieces.append(Piece(published, (rows, columns), start=start, cut=cut))
         start += rows

@@ -215,19 +215,62 @@ class GLMConfig(Geometry):
 
 def _published(theta: float, positions: int, full: tuple[bool, ...]) -> GLMConfig:
     return GLMConfig(
-        154880, 6144, 78, 64, 2048, 512, 192, 64, 256, 32, 128, 2048, full, tuple(i >= 3 for i in range(78)), 12288, 256, 2048, 2048,
-        Choice(8, scale=2.5), 1e-5, theta, positions, mtp_layers=1, eos=(154820, 154827, 154829),
-    )  # fmt: skip
+        vocabulary=154880,
+        hidden=6144,
+        layers=78,
+        heads=64,
+        query_rank=2048,
+        kv_rank=512,
+        nope_dim=192,
+        rope_dim=64,
+        value_dim=256,
+        index_heads=32,
+        index_dim=128,
+        index_top_k=2048,
+        full=full,
+        sparse=tuple(i >= 3 for i in range(78)),
+        intermediate=12288,
+        experts=256,
+        expert_intermediate=2048,
+        shared_intermediate=2048,
+        choice=Choice(8, scale=2.5),
+        eps=1e-5,
+        theta=theta,
+        positions=positions,
+        mtp_layers=1,
+        eos=(154820, 154827, 154829),
+    )
 
 
 SIZES = {
     "tiny": GLMConfig(
-        512, 128, 5, 4, 96, 64, 32, 16, 32, 32, 32, 24, (True, False, True, False, False), (False, True, True, True, True), 256, 8, 64, 64,
-        Choice(2, scale=2.5), 1e-5, 8e6, 4096, eos=(2,),
+        vocabulary=512,
+        hidden=128,
+        layers=5,
+        heads=4,
+        query_rank=96,
+        kv_rank=64,
+        nope_dim=32,
+        rope_dim=16,
+        value_dim=32,
+        index_heads=32,
+        index_dim=32,
+        index_top_k=24,
+        full=(True, False, True, False, False),
+        sparse=(False, True, True, True, True),
+        intermediate=256,
+        experts=8,
+        expert_intermediate=64,
+        shared_intermediate=64,
+        choice=Choice(2, scale=2.5),
+        eps=1e-5,
+        theta=8e6,
+        positions=4096,
+        eos=(2,),
     ),
     "5": _published(1e6, 202752, (True,) * 78),
     "5.2": _published(8e6, 1048576, tuple(max(i - 2, 0) % 4 == 0 for i in range(78))),
-}  # fmt: skip
+}
 
 # the fields of a published config.json, at tiny sizes
 PUBLISHED_TINY: dict[str, Any] = {

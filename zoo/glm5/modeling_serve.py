@@ -25,7 +25,9 @@ class GLMForServing(ForServing):
 
     def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
         """A layer without an index of its own reads the choice of the last layer below it that has one, so it holds no index keys."""
-        c, dtype, device = self.config, self.program.torch_dtype, self.device
+        c = self.config
+        dtype = self.program.torch_dtype
+        device = self.device
         latents = PagePart("latents", c.layers, pages, page_size, {"latent": (dtype, (c.cached,))}, device)
         return [latents, PagePart("index", sum(c.full), pages, page_size, {"index": (dtype, (c.index_dim,))}, device)]
 

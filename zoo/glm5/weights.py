@@ -37,7 +37,9 @@ def table(config: GLMConfig) -> WeightTable:
 
 
 def _attention(config: GLMConfig, layer: str) -> list[Entry]:
-    ours, theirs, heads = f"{layer}.attention", f"{layer}.self_attn", config.heads
+    ours = f"{layer}.attention"
+    theirs = f"{layer}.self_attn"
+    heads = config.heads
     query = config.nope_dim + config.rope_dim  # rows of a head
     latent = config.nope_dim + config.value_dim
     down = [(f"{theirs}.q_a_proj.weight", config.query_rank, None), (f"{theirs}.kv_a_proj_with_mqa.weight", config.cached, None)]
@@ -52,7 +54,8 @@ def _attention(config: GLMConfig, layer: str) -> list[Entry]:
 
 
 def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
-    ours, theirs = f"{layer}.attention.indexer", f"{layer}.self_attn.indexer"
+    ours = f"{layer}.attention.indexer"
+    theirs = f"{layer}.self_attn.indexer"
     key_weights = [(f"{theirs}.wk.weight", config.index_dim, None), (f"{theirs}.weights_proj.weight", config.index_heads, None)]
     entries = [
         single(f"{ours}.query.weight", f"{theirs}.wq_b.weight", (config.index_heads * config.index_dim, config.query_rank)),
@@ -64,7 +67,9 @@ def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
 
 
 def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
-    mlp, count, hidden = f"{layer}.mlp", config.experts, config.hidden
+    mlp = f"{layer}.mlp"
+    count = config.experts
+    hidden = config.hidden
     gate_up, down = separate_experts(f"{mlp}.experts", count, hidden, config.expert_intermediate)
     return [
         single(f"{mlp}.router.weight", f"{mlp}.gate.weight", (count, hidden)),

@@ -68,23 +68,56 @@ class Qwen3Config(Geometry):
             raise ValueError(f"qwen3: {chosen} experts per token of {reader.found['experts']}")
 
 
-_DENSE = {
-    "0.6b": (1024, 28, 16, 8, 3072, True),
-    "1.7b": (2048, 28, 16, 8, 6144, True),
-    "4b": (2560, 36, 32, 8, 9728, True),
-    "8b": (4096, 36, 32, 8, 12288, False),
-    "14b": (5120, 40, 40, 8, 17408, False),
-    "32b": (5120, 64, 64, 8, 25600, False),
-}
+def _published(**sizes: Any) -> Qwen3Config:
+    return Qwen3Config(vocabulary=151936, head_dim=128, eps=1e-6, theta=1e6, positions=40960, eos=(151645,), **sizes)
+
+
 SIZES = {
-    name: Qwen3Config(151936, hidden, layers, heads, kv, 128, intermediate, 1e-6, 1e6, 40960, tied, eos=(151645,))
-    for name, (hidden, layers, heads, kv, intermediate, tied) in _DENSE.items()
+    "0.6b": _published(hidden=1024, layers=28, heads=16, kv_heads=8, intermediate=3072, tied=True),
+    "1.7b": _published(hidden=2048, layers=28, heads=16, kv_heads=8, intermediate=6144, tied=True),
+    "4b": _published(hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728, tied=True),
+    "8b": _published(hidden=4096, layers=36, heads=32, kv_heads=8, intermediate=12288, tied=False),
+    "14b": _published(hidden=5120, layers=40, heads=40, kv_heads=8, intermediate=17408, tied=False),
+    "32b": _published(hidden=5120, layers=64, heads=64, kv_heads=8, intermediate=25600, tied=False),
+    "tiny": Qwen3Config(
+        vocabulary=512,
+        hidden=128,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=256,
+        eps=1e-6,
+        theta=1e6,
+        positions=4096,
+        tied=False,
+        eos=(2,),
+    ),
 }
-SIZES["tiny"] = Qwen3Config(512, 128, 3, 4, 2, 64, 256, 1e-6, 1e6, 4096, False, eos=(2,))
 MOE_SIZES = {
-    "30b-a3b": Qwen3Config(151936, 2048, 48, 32, 4, 128, 6144, 1e-6, 1e6, 40960, False, 128, 8, 768, eos=(151645,)),
-    "235b-a22b": Qwen3Config(151936, 4096, 94, 64, 4, 128, 12288, 1e-6, 1e6, 40960, False, 128, 8, 1536, eos=(151645,)),
-    "tiny": Qwen3Config(512, 128, 3, 4, 2, 64, 256, 1e-6, 1e6, 4096, False, 8, 2, 64, eos=(2,)),
+    "30b-a3b": _published(
+        hidden=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        intermediate=6144,
+        tied=False,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=768,
+    ),
+    "235b-a22b": _published(
+        hidden=4096,
+        layers=94,
+        heads=64,
+        kv_heads=4,
+        intermediate=12288,
+        tied=False,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=1536,
+    ),
+    "tiny": replace(SIZES["tiny"], experts=8, experts_per_token=2, expert_intermediate=64),
 }
 
 # the fields of a published config.json, at tiny sizes

@@ -15,7 +15,8 @@ class Qwen3ForServing(ForServing):
     parts = ("keys",)
 
     def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
-        c, row = self.config, (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
+        c = self.config
+        row = (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
         return [PagePart("keys", c.layers, pages, page_size, {"k": row, "v": row}, self.device)]
 
     def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:

@@ -8,7 +8,9 @@ from zoo.qwen3.config import Qwen3Config
 
 def table(config: Qwen3Config) -> WeightTable:
     """Ours <- published, for every tensor of the geometry."""
-    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden
+    q = config.heads * config.head_dim
+    kv = config.kv_heads * config.head_dim
     head = "model.embed.weight" if config.tied else "model.head.weight"
     entries = [
         single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden), cut=Cut()),

@@ -13,9 +13,15 @@ CONV_WIDTH = 4
 # fields around a published vision-language config's text part: model_type, text_config, tie_word_embeddings and the ends are read,
 # the others by nobody here; all are written back as they were
 WRAPPER = IGNORED | {
-    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings",
-    "language_model_only", "text_config",
-}  # fmt: skip
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "tie_word_embeddings",
+    "language_model_only",
+    "text_config",
+}
 TYPES = {
     "qwen3_5": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
@@ -175,36 +181,68 @@ class Qwen35Config(Geometry):
             raise ValueError(f"qwen3_5: num_experts_per_tok {chosen} of num_experts {reader.found['experts']}")
 
 
-def _size(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    value_heads: int,
-    intermediate: int,
-    tied: bool,
-    mixture: tuple[int, int, int, int] = (0, 0, 0, 0),
-) -> Qwen35Config:
-    """`mixture`: experts, experts per token, their width, the shared expert's width."""
-    full = tuple((i + 1) % 4 == 0 for i in range(layers))
+def _published(layers: int, **sizes: Any) -> Qwen35Config:
     return Qwen35Config(
-        248320, hidden, layers, heads, kv_heads, 256, 64, 16, value_heads, 128, 128, intermediate, 1e-6, 1e7, 262144, tied, full,
-        *mixture, eos=(248044,),
-    )  # fmt: skip
+        vocabulary=248320,
+        layers=layers,
+        head_dim=256,
+        rope_dim=64,
+        key_heads=16,
+        key_dim=128,
+        value_dim=128,
+        eps=1e-6,
+        theta=1e7,
+        positions=262144,
+        full=tuple((i + 1) % 4 == 0 for i in range(layers)),
+        eos=(248044,),
+        **sizes,
+    )
 
 
-_TINY = (False, False, False, True)
+def _mixture(layers: int, experts_per_token: int, width: int, **sizes: Any) -> Qwen35Config:
+    """`width` of an expert, and of the shared one."""
+    return _published(
+        layers,
+        kv_heads=2,
+        intermediate=0,
+        tied=False,
+        experts_per_token=experts_per_token,
+        expert_intermediate=width,
+        shared_intermediate=width,
+        **sizes,
+    )
+
+
 SIZES = {
-    "tiny": Qwen35Config(512, 128, 4, 4, 2, 64, 32, 2, 4, 32, 32, 256, 1e-6, 1e7, 4096, False, _TINY, eos=(2,)),
-    "4b": _size(2560, 32, 16, 4, 32, 9216, True),
-    "9b": _size(4096, 32, 16, 4, 32, 12288, False),
-    "27b": _size(5120, 64, 24, 4, 48, 17408, False),
+    "tiny": Qwen35Config(
+        vocabulary=512,
+        hidden=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        rope_dim=32,
+        key_heads=2,
+        value_heads=4,
+        key_dim=32,
+        value_dim=32,
+        intermediate=256,
+        eps=1e-6,
+        theta=1e7,
+        positions=4096,
+        tied=False,
+        full=(False, False, False, True),
+        eos=(2,),
+    ),
+    "4b": _published(32, hidden=2560, heads=16, kv_heads=4, value_heads=32, intermediate=9216, tied=True),
+    "9b": _published(32, hidden=4096, heads=16, kv_heads=4, value_heads=32, intermediate=12288, tied=False),
+    "27b": _published(64, hidden=5120, heads=24, kv_heads=4, value_heads=48, intermediate=17408, tied=False),
 }
 MOE_SIZES = {
-    "tiny": Qwen35Config(512, 128, 4, 4, 2, 64, 32, 2, 4, 32, 32, 0, 1e-6, 1e7, 4096, False, _TINY, 8, 2, 64, 64, eos=(2,)),
-    "35b-a3b": _size(2048, 40, 16, 2, 32, 0, False, (256, 8, 512, 512)),
-    "122b-a10b": _size(3072, 48, 32, 2, 64, 0, False, (256, 8, 1024, 1024)),
-    "397b-a17b": _size(4096, 60, 32, 2, 64, 0, False, (512, 10, 1024, 1024)),
+    "tiny": replace(SIZES["tiny"], intermediate=0, experts=8, experts_per_token=2, expert_intermediate=64, shared_intermediate=64),
+    "35b-a3b": _mixture(40, 8, 512, hidden=2048, heads=16, value_heads=32, experts=256),
+    "122b-a10b": _mixture(48, 8, 1024, hidden=3072, heads=32, value_heads=64, experts=256),
+    "397b-a17b": _mixture(60, 10, 1024, hidden=4096, heads=32, value_heads=64, experts=512),
 }
 
 # the fields of a published config.json, at tiny sizes

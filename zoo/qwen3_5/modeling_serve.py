@@ -15,11 +15,13 @@ class Qwen35ForServing(ForServing):
     parts = ("keys", "delta", "carry")
 
     def page_parts(self, pages: int, page_size: int) -> list[PagePart]:
-        c, row = self.config, (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
+        c = self.config
+        row = (self.program.torch_dtype, (self.config.kv_heads, self.config.head_dim))
         return [PagePart("keys", sum(c.full), pages, page_size, {"k": row, "v": row}, self.device)]
 
     def slot_parts(self, slots: int) -> list[SlotPart]:
-        c, dtype = self.config, self.program.torch_dtype
+        c = self.config
+        dtype = self.program.torch_dtype
         layers = c.layers - sum(c.full)
         states = DeltaSlots(layers, slots, c.key_heads, c.value_heads, c.key_dim, c.value_dim, dtype, self.device)
         return [states, CarrySlots(layers, slots, c.conv_channels, dtype, self.device)]

@@ -15,7 +15,8 @@ from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
 CARRIED = (r"model\.visual\..*", r"mtp\..*")
-WRAPPED, ALONE = "model.language_model", "model"
+WRAPPED = "model.language_model"
+ALONE = "model"
 
 
 @functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
@@ -38,7 +39,8 @@ def _entries(config: Qwen35Config, root: str) -> list[Entry]:
         single(head, "lm_head.weight", (config.vocabulary, config.hidden), optional_alias=config.tied, cut=Cut()),
     ]
     for i, full in enumerate(config.full):
-        ours, theirs = f"model.layers.{i}", f"{root}.layers.{i}"
+        ours = f"model.layers.{i}"
+        theirs = f"{root}.layers.{i}"
         entries += [
             single(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", (config.hidden,)),
             single(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", (config.hidden,)),
@@ -53,7 +55,8 @@ def _entries(config: Qwen35Config, root: str) -> list[Entry]:
 
 
 def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
-    theirs, kv = f"{layer}.self_attn", config.kv_heads * config.head_dim
+    theirs = f"{layer}.self_attn"
+    kv = config.kv_heads * config.head_dim
     width = config.head_dim
     queries = 2 * config.heads * width  # each head's query rows, then its gate rows
     return [
@@ -72,7 +75,9 @@ def _attention(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
 
 
 def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
-    theirs, values, heads = f"{layer}.linear_attn", config.value_heads * config.value_dim, config.value_heads
+    theirs = f"{layer}.linear_attn"
+    values = config.value_heads * config.value_dim
+    heads = config.value_heads
     keys = (config.key_heads * config.key_dim, config.key_dim)
     mixed = Cut(sections=(keys, keys, (values, config.value_dim)))  # queries, keys and values
     parts = [("qkv", config.conv_channels, mixed), ("z", values, Cut(unit=config.value_dim)), ("b", heads, Cut()), ("a", heads, Cut())]
@@ -88,7 +93,9 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
 
 def _experts(config: Qwen35Config, ours: str, theirs: str) -> list[Entry]:
     """Routed experts as published (stacked), or one by one as transformers saves those that it did not load."""
-    count, intermediate, hidden = config.experts, config.expert_intermediate, config.hidden
+    count = config.experts
+    intermediate = config.expert_intermediate
+    hidden = config.hidden
     gate_up, down = separate_experts(f"{theirs}.experts", count, hidden, intermediate)
     stacked = (
         Piece(f"{theirs}.experts.gate_up_proj", (count, 2 * intermediate, hidden), cut=Cut(along="ep")),
