@@ -161,7 +161,8 @@ class Documents:
 
 def pushes(plan: Plan, lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[int], Rows, Tensor]]:
     """The steps of a plan: (documents that push rows, these rows, where they lie among the packed rows)."""
-    starts, pushed = starts_of(lengths), [0] * len(lengths)
+    starts = starts_of(lengths)
+    pushed = [0] * len(lengths)
     for step in plan:
         live = [n for n, count in enumerate(step) if count]
         rows = Rows.pushed([step[n] for n in live], [pushed[n] for n in live], device)
@@ -176,7 +177,9 @@ class Draw:
     """Random arguments, drawn on the CPU so that a seed means the same numbers on every device."""
 
     def __init__(self, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.generator, self.device, self.dtype = torch.Generator().manual_seed(seed), device, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+        self.dtype = dtype
 
     def floats(self, *shape: int, kind: str = "normal", scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """`kind`: normal; wide (48 binades); cancel (neighbours nearly opposite); subnormal (below 2^-126); ties (few values)."""

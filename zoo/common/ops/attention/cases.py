@@ -27,7 +27,8 @@ from zoo.testing import (
 )
 
 # FlashAttention 4's, which beyond heads of 128 is the only page size that it takes
-FA4_KEY_TILE, FA4_WIDE_TILE = 128, 80
+FA4_KEY_TILE = 128
+FA4_WIDE_TILE = 80
 QKV = ("q_RHE", "k_RGE", "v_RGE")
 
 
@@ -65,7 +66,8 @@ def page_of(width: int) -> int:
 
 def edge_lengths(program: Program, width: int) -> list[int]:
     """Lengths at each tile, page and segment edge of the program for heads of `width`."""
-    page, segment = page_of(width), program.key_segment(width)
+    page = page_of(width)
+    segment = program.key_segment(width)
     tile = KEY_TILE if program.device == "cpu" else page
     edges = [16, tile, 2 * tile, page] + ([] if segment is None else [segment])
     return sorted({1, 2 if segment is None else 2 * segment + 1} | {edge + off for edge in edges for off in (-1, 0, 1)})
@@ -113,7 +115,8 @@ def written(pages_PS: Tensor, owned: list[int], length: int) -> Tensor:
 def push(t: Trial, args: Args, plan: Plan, place: PagePlace) -> dict[str, Any]:
     """The same documents pushed by `plan` into pages at `place`: outputs in packed order, cached bytes per document."""
     q, k, v = (args[name] for name in QKV)
-    lengths, device = args["lengths"], args["q_RHE"].device
+    lengths = args["lengths"]
+    device = args["q_RHE"].device
     total, owned, table = laid_out(lengths, place)
     keys, values = (empty_pages(rows, total, owned, place) for rows in (k, v))
     out = torch.full_like(q, torch.nan)
@@ -138,7 +141,9 @@ class Sequences(Documents):
 
 def _row(t: Trial) -> None:
     assert_row_law(t.call, t.args, Sequences(), seed=t.seed)
-    whole, lengths, starts = t.call(), t.args["lengths"], starts_of(t.args["lengths"])
+    whole = t.call()
+    lengths = t.args["lengths"]
+    starts = starts_of(t.args["lengths"])
     # a document cut short keeps its rows, and a finite extreme in a row's own future moves nothing before it
     cut = [max(1, length - 1 - length // 3) for length in lengths]
     kept = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, cut, strict=False)]).to(whole.device)
@@ -149,7 +154,8 @@ def _row(t: Trial) -> None:
 
 
 def _split(t: Trial) -> None:
-    page, segment = page_of(t.args["q_RHE"].shape[2]), t.program.key_segment(t.args["q_RHE"].shape[2])
+    page = page_of(t.args["q_RHE"].shape[2])
+    segment = t.program.key_segment(t.args["q_RHE"].shape[2])
     edges = (16, KEY_TILE, page) + (() if segment is None else (segment,))
     plans = split_plans(t.args["lengths"], edges, t.seed)
     assert_split_law(lambda plan: push(t, t.args, plan, PagePlace(page)), plans)
@@ -159,7 +165,8 @@ def _split(t: Trial) -> None:
 
 def _place(t: Trial) -> None:
     width = t.args["q_RHE"].shape[2]
-    plan, segment = split_plans(t.args["lengths"], (), t.seed)["at random"], t.program.key_segment(width)
+    plan = split_plans(t.args["lengths"], (), t.seed)["at random"]
+    segment = t.program.key_segment(width)
     if page_of(width) == FA4_WIDE_TILE:
         places = WIDE_PLACES
     elif t.program.device == "cpu" or segment is None or max(t.args["lengths"]) <= segment:
@@ -170,7 +177,8 @@ def _place(t: Trial) -> None:
 
 
 def _shard(t: Trial) -> None:
-    heads, groups = t.args["q_RHE"].shape[1], t.args["k_RGE"].shape[1]
+    heads = t.args["q_RHE"].shape[1]
+    groups = t.args["k_RGE"].shape[1]
 
     def at_degree(degree: int) -> Any:
         parts = []
@@ -198,7 +206,8 @@ def case(
     device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        draw = Draw(seed, device, dtype)
+        rows = sum(lengths)
         # the contract's bound on CUDA, 2^30: a score of wide operands times scale times log2(e) would reach 2^49
         most = 2.0**-24 if kind == "wide" and torch.device(device).type == "cuda" else 1.0
         return {
@@ -215,7 +224,8 @@ def case(
 
 
 def cases(program: Program) -> list[Case]:
-    segment, wide = program.key_segment(64), program.key_segment(256)
+    segment = program.key_segment(64)
+    wide = program.key_segment(256)
     small = [
         case("one row", [1], 1, 1, 8, laws=("row", "place", "repeat")),
         case("ratio 1, wide", [17, 1, 66], 2, 2, 16, "wide"),

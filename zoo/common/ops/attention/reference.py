@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 
-PANEL_ROWS, KEY_TILE, WIDTH_TILE = 16, 64, 16
+PANEL_ROWS = 16
+KEY_TILE = 64
+WIDTH_TILE = 16
 
 
 def attention(
@@ -23,11 +25,13 @@ def attention(
     accumulate = torch.promote_types(q_RHE.dtype, torch.float32)
     out = q_RHE.new_empty(q_RHE.shape)
     lse = torch.empty(q_RHE.shape[:2], dtype=accumulate)
-    starts, lengths = rows.starts_N1.tolist(), rows.lengths_N.tolist()
+    starts = rows.starts_N1.tolist()
+    lengths = rows.lengths_N.tolist()
     for n, length in enumerate(lengths):
         mine = slice(starts[n], starts[n + 1])
         if page_table_NB is None:
-            keys, values = k[mine], v[mine]
+            keys = k[mine]
+            values = v[mine]
         else:
             keys, values = (t[page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[:length] for t in (k, v))
         out[mine], lse[mine] = _sequence(q_RHE[mine], keys, values, length - (starts[n + 1] - starts[n]), scale, segment, accumulate)
@@ -38,14 +42,18 @@ def _sequence(
     q_THE: Tensor, k_LGE: Tensor, v_LGE: Tensor, context: int, scale: float, segment: int | None, accumulate: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     rows, heads, width = q_THE.shape
-    length, groups = k_LGE.shape[0], k_LGE.shape[1]
-    spare_keys, spare_width = -length % KEY_TILE, -width % WIDTH_TILE  # a matmul of 5 to 11 columns would see a row's place
+    length = k_LGE.shape[0]
+    groups = k_LGE.shape[1]
+    # a matmul of 5 to 11 columns would see a row's place
+    spare_keys = -length % KEY_TILE
+    spare_width = -width % WIDTH_TILE
     # one batch entry per query head, tiles of one shape: the matmul never sees the batch
     k_HLE, v_HLE = (
         pad(t, (0, spare_width, 0, 0, 0, spare_keys)).to(accumulate).transpose(0, 1).repeat_interleave(heads // groups, 0)
         for t in (k_LGE, v_LGE)
     )
-    out, lse = q_THE.new_empty(q_THE.shape), torch.empty(rows, heads, dtype=accumulate)
+    out = q_THE.new_empty(q_THE.shape)
+    lse = torch.empty(rows, heads, dtype=accumulate)
     for first in range(0, rows, PANEL_ROWS):
         count = min(PANEL_ROWS, rows - first)
         q = pad(q_THE[first : first + count].transpose(0, 1).to(accumulate), (0, spare_width, 0, PANEL_ROWS - count))
@@ -64,11 +72,13 @@ def _panel(
     last = int(position_P.max())
     span = segment or k_HLE.shape[1]
     assert span % KEY_TILE == 0, f"key segments of {span} are not whole tiles of {KEY_TILE}"
-    total, total_lse = None, None
+    total = None
+    total_lse = None
     for begin in range(0, last + 1, span):
         part, part_lse = _segment(q_HPE, k_HLE, v_HLE, position_P, scale, begin, min(begin + span, last + 1), dtype)
         if total is None or total_lse is None:
-            total, total_lse = part, part_lse
+            total = part
+            total_lse = part_lse
         else:
             total, total_lse = merge(total, total_lse, part, part_lse)
     assert total is not None and total_lse is not None
@@ -80,9 +90,11 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     heads, panel, width = q_HPE.shape
     peak = q_HPE.new_full((heads, panel), -torch.inf)
-    mass, acc = q_HPE.new_zeros(heads, panel), q_HPE.new_zeros(heads, panel, width)
+    mass = q_HPE.new_zeros(heads, panel)
+    acc = q_HPE.new_zeros(heads, panel, width)
     for tile in range(begin, end, KEY_TILE):
-        keys, values = k_HLE[:, tile : tile + KEY_TILE], v_HLE[:, tile : tile + KEY_TILE]
+        keys = k_HLE[:, tile : tile + KEY_TILE]
+        values = v_HLE[:, tile : tile + KEY_TILE]
         visible = torch.arange(tile, tile + KEY_TILE) <= position_P[:, None]
         live = visible.any(1)[None]  # a wholly masked tile leaves the row's state untouched
         scores = torch.stack([a @ b.T for a, b in zip(q_HPE, keys, strict=True)]) * scale
@@ -102,7 +114,8 @@ def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> t
     """Two parts of one softmax; an empty right part changes nothing."""
     empty = right_lse == -torch.inf
     top = torch.maximum(left_lse, right_lse)
-    a, b = torch.exp(left_lse - top), torch.exp(right_lse - top)
+    a = torch.exp(left_lse - top)
+    b = torch.exp(right_lse - top)
     mass = a + b
     out = (left * a[..., None] + right * b[..., None]) / mass[..., None]
     return torch.where(empty[..., None], left, out), torch.where(empty, left_lse, top + torch.log(mass))
@@ -113,7 +126,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Closed form per document from the saved log-sum-exp."""
     accumulate = torch.promote_types(q_RHE.dtype, torch.float32)
-    grad_q, grad_k, grad_v = torch.empty_like(q_RHE), torch.empty_like(k_RGE), torch.empty_like(v_RGE)
+    grad_q = torch.empty_like(q_RHE)
+    grad_k = torch.empty_like(k_RGE)
+    grad_v = torch.empty_like(v_RGE)
     repeat = q_RHE.shape[1] // k_RGE.shape[1]
     starts = rows.starts_N1.tolist()
     for begin, end in zip(starts, starts[1:], strict=False):
@@ -126,5 +141,6 @@ def attention_backward(
         grad_q[begin:end] = (d_scores @ k).transpose(0, 1).to(q_RHE.dtype)
         d_k = (d_scores.transpose(1, 2) @ q).unflatten(0, (-1, repeat)).sum(1)
         d_v = (p.transpose(1, 2) @ g).unflatten(0, (-1, repeat)).sum(1)
-        grad_k[begin:end], grad_v[begin:end] = d_k.transpose(0, 1).to(k_RGE.dtype), d_v.transpose(0, 1).to(v_RGE.dtype)
+        grad_k[begin:end] = d_k.transpose(0, 1).to(k_RGE.dtype)
+        grad_v[begin:end] = d_v.transpose(0, 1).to(v_RGE.dtype)
     return grad_q, grad_k, grad_v

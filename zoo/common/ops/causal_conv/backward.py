@@ -19,7 +19,8 @@ def causal_conv_backward(
     sigmoid = 1 / (1 + torch.exp(-y))
     inner = grad.to(accumulate) * sigmoid * (1 + y * (1 - sigmoid))
     left_R = rows.starts_N1.long()[1:][rows.sequence_R] - torch.arange(x_RC.shape[0], device=x_RC.device)
-    grad_x, grad_weight = torch.zeros_like(inner), torch.empty_like(weight)
+    grad_x = torch.zeros_like(inner)
+    grad_weight = torch.empty_like(weight)
     for j in range(TAPS):
         back = TAPS - 1 - j
         grad_x += torch.where((left_R > back)[:, None], inner.roll(-back, 0), 0.0) * weight[:, j]
@@ -31,7 +32,8 @@ def causal_conv_backward(
 def _of_carry(inner_RC: Tensor, weight_C4: Tensor, rows: Rows) -> Tensor:
     """Carried row i stands 3 - i rows before its sequence's first, so row t sees it through the tap 3 - i + t rows back."""
     starts = rows.starts_N1.long()
-    first, count = starts[:-1], starts.diff()
+    first = starts[:-1]
+    count = starts.diff()
     out = inner_RC.new_zeros(count.shape[0], TAPS - 1, inner_RC.shape[1])
     for i in range(TAPS - 1):
         for t in reversed(range(i + 1)):  # taps oldest first, as in the gradient of rows

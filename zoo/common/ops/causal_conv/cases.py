@@ -54,7 +54,8 @@ class _Channels(Along):
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
         where = kept.to(args["x_RC"].device)
-        x, weight = args["x_RC"], args["weight_C4"]
+        x = args["x_RC"]
+        weight = args["weight_C4"]
         return {
             **args,
             "x_RC": torch.full_like(x, value).index_copy_(1, where, x.index_select(1, where)),
@@ -75,7 +76,8 @@ def _case(name: str, lengths: list[int], channels: int, *, device_sized: bool = 
         assert_same_bytes(pushed, t.call(), "split law: pushed against packed")
 
     def place(t: Trial) -> None:
-        plan, count = split_plans(lengths, seed=t.seed)["at random"], len(lengths)
+        plan = split_plans(lengths, seed=t.seed)["at random"]
+        count = len(lengths)
         places = {
             "in order": (list(range(1, count + 1)), 0.0),
             "scattered among NaN": ([3 * n + 2 for n in reversed(range(count))], torch.nan),

@@ -10,8 +10,11 @@ def delta_gate_backward(
     grad_decay_RV: Tensor, grad_beta_RV: Tensor, a_RV: Tensor, b_RV: Tensor, a_log_V: Tensor, dt_bias_V: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a, b, a_log, dt_bias = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (a_RV, b_RV, a_log_V, dt_bias_V))
-    x, rate = a + dt_bias, torch.exp(a_log)
-    beta, rest = 1 / (1 + torch.exp(-b)), 1 / (1 + torch.exp(b))  # 1 - beta has no digits left where beta is near 1
+    x = a + dt_bias
+    rate = torch.exp(a_log)
+    # 1 - beta has no digits left where beta is near 1
+    beta = 1 / (1 + torch.exp(-b))
+    rest = 1 / (1 + torch.exp(b))
     grad_x = grad_decay_RV * -rate / (1 + torch.exp(-x))
     # the log-decay is linear in the rate: its gradient in A_log is itself
     log_decay = -rate * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))

@@ -15,7 +15,8 @@ NAMES = ("a_RV", "b_RV", "a_log_V", "dt_bias_V")
 
 def _case(name: str, rows: int, heads: int, scale: float = 1.0, device_sized: bool = False) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        draw, wide = Draw(seed, device, dtype), torch.promote_types(dtype, torch.float32)
+        draw = Draw(seed, device, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
         return {
             "a_RV": draw.floats(rows, heads, scale=scale),
             "b_RV": draw.floats(rows, heads, scale=scale),

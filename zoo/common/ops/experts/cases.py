@@ -40,7 +40,8 @@ def _case(
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:
-            x, chosen = t.args["x_RD"], t.args["experts_RK"]
+            x = t.args["x_RD"]
+            chosen = t.args["experts_RK"]
             out = torch.empty(*chosen.shape, x.shape[1], dtype=x.dtype, device=x.device)
             for e in chosen.unique().tolist():
                 row, slot = (chosen == e).nonzero(as_tuple=True)
@@ -52,7 +53,8 @@ def _case(
 
     def shard(t: Trial) -> None:
         def at_degree(degree: int) -> Any:
-            x, chosen = t.args["x_RD"], t.args["experts_RK"]
+            x = t.args["x_RD"]
+            chosen = t.args["experts_RK"]
             out = torch.empty(*chosen.shape, x.shape[1], dtype=x.dtype, device=x.device)
             for begin, end in cut_points(count, degree):  # a rank holds experts begin .. end and sees only the slots that chose them
                 row, slot = ((chosen >= begin) & (chosen < end)).nonzero(as_tuple=True)

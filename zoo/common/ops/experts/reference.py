@@ -23,7 +23,8 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recomputes each expert's inner rows; an unused expert's gradient is zero."""
     slot_grads = x_RD.new_zeros(*experts_RK.shape, x_RD.shape[1])
-    grad_gate_up, grad_down = torch.zeros_like(gate_up_X2FD), torch.zeros_like(down_XDF)
+    grad_gate_up = torch.zeros_like(gate_up_X2FD)
+    grad_down = torch.zeros_like(down_XDF)
     for e in experts_RK.unique().tolist():
         row, slot = (experts_RK == e).nonzero(as_tuple=True)
         gate_up = linear(x_RD[row], gate_up_X2FD[e], x_RD.dtype, 1)

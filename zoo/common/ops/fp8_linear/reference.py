@@ -11,7 +11,8 @@ from zoo.common.ops.linear.reference import panels
 
 def fp8_linear(x_codes_RK: Tensor, x_scales_RG: Tensor, codes_NK: Tensor, scales_BG: Tensor, out_dtype: torch.dtype) -> Tensor:
     """A product of codes has at most eight significant bits and is exact in FP32; a group's 128 are added by one matmul of one shape."""
-    rows, (columns, depth) = x_codes_RK.shape[0], codes_NK.shape
+    rows = x_codes_RK.shape[0]
+    columns, depth = codes_NK.shape
     x = x_codes_RK.float()
     w = codes_NK.float()
     total_RN = x.new_zeros(rows, columns)

@@ -75,12 +75,11 @@ def gated_delta_backward(
     rows: Rows,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, beta and of the initial state (FP32, made even where there was none)."""
-    exact, (key_heads, key_dim), (heads, value_dim) = (
-        torch.promote_types(q_RHK.dtype, torch.float32),
-        q_RHK.shape[1:],
-        v_RVE.shape[1:],
-    )
-    grid, repeat = ChunkGrid.of(rows), heads // key_heads
+    exact = torch.promote_types(q_RHK.dtype, torch.float32)
+    key_heads, key_dim = q_RHK.shape[1:]
+    heads, value_dim = v_RVE.shape[1:]
+    grid = ChunkGrid.of(rows)
+    repeat = heads // key_heads
     states = (rows.starts_N1.shape[0] - 1, heads, key_dim, value_dim)
     initial, grad_final = (
         torch.zeros(states, dtype=exact, device=q_RHK.device) if t is None else t.to(exact) for t in (initial_NVKE, grad_final_NVKE)
@@ -88,7 +87,8 @@ def gated_delta_backward(
     block = max(1, BUDGET // (grid.row_CJ.numel() * max(key_dim, value_dim) * repeat))
     parts = []
     for first in range(0, key_heads, block):
-        by_key, by_value = slice(first, first + block), slice(first * repeat, (first + block) * repeat)
+        by_key = slice(first, first + block)
+        by_value = slice(first * repeat, (first + block) * repeat)
         q, k = (grid.gather(t[:, by_key], exact).repeat_interleave(repeat, 1) for t in (q_RHK, k_RHK))
         v, g, beta, grad = (grid.gather(t[:, by_value], exact) for t in (v_RVE, log_decay_RV, beta_RV, grad_RVE))
         found = _heads(ChunkLoop(grid), q, k, v, g, beta, grad, initial[:, by_value], grad_final[:, by_value])
@@ -112,7 +112,8 @@ def _heads(
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = g.cumsum(-1)
     fade = torch.exp((decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, -torch.inf))
-    rise, beta_1 = torch.exp(decay)[..., None], beta[..., None]
+    rise = torch.exp(decay)[..., None]
+    beta_1 = beta[..., None]
     closing = torch.exp(decay[..., -1:])[..., None]
     leave = torch.exp(decay[..., -1:] - decay)[..., None] * k
     kept = (k @ k.mT * fade).tril(-1)
@@ -127,7 +128,8 @@ def _heads(
     grad_r = torch.linalg.solve_triangular(a.mT, grad_u, upper=True, unitriangular=True)
     grad_a = -(grad_r @ u.mT).tril(-1)
     grad_p = (grad @ u.mT).tril()
-    held, read = k @ start, q @ start
+    held = k @ start
+    read = q @ start
     back = -beta_1 * rise * grad_r  # the gradient of k H
     grad_q = (grad_p * fade) @ k + rise * (grad @ start.mT)
     overlap = grad_a * beta_1 * fade
@@ -154,7 +156,8 @@ class ChunkLoop:
     def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """H at each chunk's start, [C, V, K, E], and u = own - w H; then H' = exp(G_63) H + leave^T u."""
         closing = torch.exp(decay[..., -1:])[..., None]
-        start, u = initial.new_zeros(w.shape[0], *initial.shape[1:]), torch.zeros_like(own)
+        start = initial.new_zeros(w.shape[0], *initial.shape[1:])
+        u = torch.zeros_like(own)
         state = initial
         for step in range(self.grid.steps):
             chunk, has = self.grid.at(step)
@@ -169,15 +172,19 @@ class ChunkLoop:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of u, of H' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
         closing = torch.exp(decay[..., -1:])[..., None]
-        grad_next, grad_u, state = torch.zeros_like(own_start), torch.zeros_like(own_u), grad_final
+        grad_next = torch.zeros_like(own_start)
+        grad_u = torch.zeros_like(own_u)
+        state = grad_final
         for step in reversed(range(self.grid.steps)):
             chunk, has = self.grid.at(step)
             unfinished = (step == self.grid.count_N - 1) & ~self.grid.whole_N
-            has, unfinished = has[:, None, None, None], unfinished[:, None, None, None]
+            has = has[:, None, None, None]
+            unfinished = unfinished[:, None, None, None]
             after = torch.where(unfinished, 0.0, state)
             news = own_u[chunk] + leave[chunk] @ after
             before = closing[chunk] * after + own_start[chunk] - w[chunk].mT @ news + torch.where(unfinished, state, 0.0)
             # documents without this chunk are still at their end: what they write here is written again later
-            grad_next[chunk], grad_u[chunk] = after, news
+            grad_next[chunk] = after
+            grad_u[chunk] = news
             state = torch.where(has, before, state)
         return grad_u, grad_next, state

@@ -59,7 +59,9 @@ def run(t: Trial, args: Args) -> Any:
 
 def slots_for(args: Args, place: SlotPlace) -> tuple[DeltaState, list[int]]:
     """Pools at `place` with a slot assigned to each document; rows that nobody wrote hold `fill`."""
-    k, v, count = args["k_RHK"], args["v_RVE"], len(args["lengths"])
+    k = args["k_RHK"]
+    v = args["v_RVE"]
+    count = len(args["lengths"])
     slots = 1 + count + place.spare
     state = empty_state(slots, slot_tensors(k.shape[1], v.shape[1], k.shape[2], v.shape[2], v.dtype), v.device)
     free = list(range(1, slots))
@@ -85,7 +87,8 @@ def written(state: DeltaState, slot: int, length: int) -> dict[str, Tensor]:
 def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = False) -> dict[str, Any]:
     """The same documents pushed by `plan`: outputs in packed order, cached bytes per document (`seen`: after every step)."""
     pools, owned = slots_for(args, place)
-    out, device = torch.full_like(args["v_RVE"], torch.nan), args["q_RHK"].device
+    out = torch.full_like(args["v_RVE"], torch.nan)
+    device = args["q_RHK"].device
     seen: dict[tuple[int, int], Any] = {}
     for live, rows, index in pushes(plan, args["lengths"], device):
         state = replace(pools, slot_N=torch.tensor([owned[n] for n in live], device=device))
@@ -99,7 +102,9 @@ def push(t: Trial, args: Args, plan: Plan, place: SlotPlace, every_step: bool = 
 def _row(t: Trial) -> None:
     assert_row_law(t.call, t.args, Documents(*OPERANDS), seed=t.seed)
     # a document cut short keeps its rows
-    whole, lengths, starts = t.call(), t.args["lengths"], starts_of(t.args["lengths"])
+    whole = t.call()
+    lengths = t.args["lengths"]
+    starts = starts_of(t.args["lengths"])
     cut = [max(1, length - 1 - length // 3) for length in lengths]
     kept = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, cut)]).to(whole.device)
     short = {**t.args, **{name: t.args[name].index_select(0, kept) for name in OPERANDS}, "lengths": cut}
@@ -124,7 +129,8 @@ def _place(t: Trial) -> None:
 
 
 def _shard(t: Trial) -> None:
-    key_heads, repeat = t.args["q_RHK"].shape[1], t.args["v_RVE"].shape[1] // t.args["q_RHK"].shape[1]
+    key_heads = t.args["q_RHK"].shape[1]
+    repeat = t.args["v_RVE"].shape[1] // t.args["q_RHK"].shape[1]
 
     def at_degree(degree: int) -> Any:
         parts = []
@@ -152,7 +158,8 @@ def _case(
     """`decay` scales -log_decay; 0: heads that keep everything, heads that forget at once, beta near 0 and near 1."""
 
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        draw = Draw(seed, device, dtype)
+        rows = sum(lengths)
         exact = torch.promote_types(dtype, torch.float32)
         q, k = (draw.floats(rows, key_heads, key_dim, dtype=exact) for _ in range(2))
         gate, beta = (draw.floats(rows, value_heads, dtype=exact) for _ in range(2))
@@ -161,7 +168,8 @@ def _case(
             log_decay = -torch.exp(gate) * torch.tensor([1e-6, 0.3, 40.0], dtype=exact, device=device)[head]
             beta = torch.sigmoid(beta * 12)
         else:
-            log_decay, beta = -torch.exp(gate) * decay, torch.sigmoid(beta)
+            log_decay = -torch.exp(gate) * decay
+            beta = torch.sigmoid(beta)
         return {
             "q_RHK": (q / q.norm(dim=-1, keepdim=True)).to(dtype),
             "k_RHK": (k / k.norm(dim=-1, keepdim=True)).to(dtype),

@@ -31,7 +31,9 @@ class LiveChunk:
 
     @classmethod
     def fresh(cls, k_RHK: Tensor, v_RVE: Tensor, start_VKE: Tensor) -> LiveChunk:
-        (_, key_heads, key_dim), (_, heads, value_dim), exact = k_RHK.shape, v_RVE.shape, start_VKE.dtype
+        _, key_heads, key_dim = k_RHK.shape
+        _, heads, value_dim = v_RVE.shape
+        exact = start_VKE.dtype
         rows = v_RVE.new_zeros(heads, CHUNK, value_dim)
         gate = rows.new_zeros(heads, CHUNK, dtype=exact)
         inverse = rows.new_zeros(heads, CHUNK, CHUNK, dtype=exact)
@@ -57,7 +59,8 @@ def gated_delta(
     q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, initial_NVKE: Tensor | None, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """(o_RVE, the state after each document's last whole chunk, [N, V, K, E])."""
-    starts, out = rows.starts_N1.tolist(), v_RVE.new_empty(v_RVE.shape)
+    starts = rows.starts_N1.tolist()
+    out = v_RVE.new_empty(v_RVE.shape)
     exact = torch.promote_types(q_RHK.dtype, torch.float32)
     shape = (len(starts) - 1, v_RVE.shape[1], k_RHK.shape[2], v_RVE.shape[2])
     final = torch.zeros(shape, dtype=exact, device=q_RHK.device) if initial_NVKE is None else initial_NVKE.detach().to(exact).clone()
@@ -70,7 +73,9 @@ def gated_delta(
 
 def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, beta_RV: Tensor, state: DeltaState, rows: Rows) -> Tensor:
     """o_RVE; the slots of `state` advance in place."""
-    starts, lengths, slots = rows.starts_N1.tolist(), rows.lengths_N.tolist(), state.slot_N.tolist()
+    starts = rows.starts_N1.tolist()
+    lengths = rows.lengths_N.tolist()
+    slots = state.slot_N.tolist()
     out = v_RVE.new_empty(v_RVE.shape)
     for n, (begin, end) in enumerate(zip(starts, starts[1:])):
         mine = slice(begin, end)
@@ -81,11 +86,14 @@ def serve(q_RHK: Tensor, k_RHK: Tensor, v_RVE: Tensor, log_decay_RV: Tensor, bet
 
 def _push(chunk: LiveChunk, live: int, *operands: Tensor) -> Tensor:
     """Rows after the `live` ones that the chunk holds; it closes on its row 63 and the next one begins."""
-    parts, done, count = [], 0, operands[0].shape[0]
+    parts = []
+    done = 0
+    count = operands[0].shape[0]
     while done < count:
         step = min(CHUNK - live, count - done)
         parts.append(advance(chunk, live, *(t[done : done + step] for t in operands)))
-        live, done = live + step, done + step
+        live = live + step
+        done = done + step
         if live == CHUNK:
             close(chunk)
             live = 0
@@ -99,16 +107,21 @@ def product(left_VMX: Tensor, right_VXY: Tensor) -> Tensor:
 
 def advance(chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: Tensor, log_decay_MV: Tensor, beta_MV: Tensor) -> Tensor:
     """Outputs [M, V, E] of rows first .. first + M - 1 of the chunk; their k, v, u, beta, decay and inverse are cached."""
-    end, dtype, exact = first + q_MHK.shape[0], q_MHK.dtype, chunk.start_VKE.dtype
-    chunk.k_HJK[:, first:end], chunk.v_VJE[:, first:end] = k_MHK.transpose(0, 1), v_MVE.transpose(0, 1)
+    end = first + q_MHK.shape[0]
+    dtype = q_MHK.dtype
+    exact = chunk.start_VKE.dtype
+    chunk.k_HJK[:, first:end] = k_MHK.transpose(0, 1)
+    chunk.v_VJE[:, first:end] = v_MVE.transpose(0, 1)
     chunk.beta_VJ[:, first:end] = beta_MV.T
     total = chunk.decay_VJ[:, first - 1] if first else torch.zeros_like(chunk.decay_VJ[:, 0])
     for row in range(first, end):
         total = total + log_decay_MV[row - first]
         chunk.decay_VJ[:, row] = total
 
-    lane, row_M = torch.arange(CHUNK), torch.arange(first, end)[:, None]
-    written, repeat = lane < end, v_MVE.shape[1] // k_MHK.shape[1]
+    lane = torch.arange(CHUNK)
+    row_M = torch.arange(first, end)[:, None]
+    written = lane < end
+    repeat = v_MVE.shape[1] // k_MHK.shape[1]
     # lanes that nobody wrote are cut by select: they may hold anything
     keys = torch.where(written[:, None], chunk.k_HJK, 0).to(exact).repeat_interleave(repeat, 0)
     values = torch.where(written[:, None], chunk.v_VJE, 0).to(exact)
@@ -138,7 +151,8 @@ def advance(chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: T
 
 def close(chunk: LiveChunk) -> None:
     """All 64 rows are there: the next chunk's start."""
-    dtype, exact = chunk.v_VJE.dtype, chunk.start_VKE.dtype
+    dtype = chunk.v_VJE.dtype
+    exact = chunk.start_VKE.dtype
     keys = chunk.k_HJK.to(exact).repeat_interleave(chunk.v_VJE.shape[0] // chunk.k_HJK.shape[0], 0)
     last = chunk.decay_VJ[:, -1:]
     faded = (keys * torch.exp(last - chunk.decay_VJ)[:, :, None]).to(dtype).to(exact)

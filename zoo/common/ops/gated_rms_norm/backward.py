@@ -11,7 +11,8 @@ def gated_rms_norm_backward(grad: Tensor, x_RVE: Tensor, gate_RVE: Tensor, weigh
     accumulate = torch.promote_types(x_RVE.dtype, torch.float32)
     value, gate, weight, upstream = (t.to(accumulate) for t in (x_RVE, gate_RVE, weight_E, grad))
     scale = torch.rsqrt((value * value).mean(-1, keepdim=True) + eps)
-    normal, sigmoid = value * scale, 1 / (1 + torch.exp(-gate))
+    normal = value * scale
+    sigmoid = 1 / (1 + torch.exp(-gate))
     silu = gate * sigmoid
     grad_weight = (upstream * silu * normal).flatten(0, -2).sum(0)
     grad_gate = upstream * normal * weight * (sigmoid + silu * (1 - sigmoid))

@@ -14,9 +14,11 @@ def head_linear(x_RHK: Tensor, weight_HNK: Tensor) -> Tensor:
 
 
 def head_linear_backward(grad_RHN: Tensor, x_RHK: Tensor, weight_HNK: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = x_RHK.new_empty(x_RHK.shape), weight_HNK.new_empty(weight_HNK.shape)
+    grad_x = x_RHK.new_empty(x_RHK.shape)
+    grad_weight = weight_HNK.new_empty(weight_HNK.shape)
     for h, weight in enumerate(weight_HNK):
         of_x, of_weight = linear_backward(grad_RHN[:, h], x_RHK[:, h], weight, True, True)
         assert of_x is not None and of_weight is not None
-        grad_x[:, h], grad_weight[h] = of_x, of_weight
+        grad_x[:, h] = of_x
+        grad_weight[h] = of_weight
     return grad_x, grad_weight

@@ -12,7 +12,9 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> 
     upstream = grad.to(value.dtype)
     centred = value - value.mean(-1, keepdim=True)
     scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
-    normal, scaled = centred * scale, upstream * weight.to(value.dtype)
+    normal = centred * scale
+    scaled = upstream * weight.to(value.dtype)
     grad_x = scale * (scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True))
-    grad_weight, grad_bias = (upstream * normal).flatten(0, -2).sum(0), upstream.flatten(0, -2).sum(0)
+    grad_weight = (upstream * normal).flatten(0, -2).sum(0)
+    grad_bias = upstream.flatten(0, -2).sum(0)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)

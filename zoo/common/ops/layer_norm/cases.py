@@ -33,8 +33,15 @@ def _case(name: str, *shape: int, kind: str = "normal", device_sized: bool = Fal
         assert_fusion_law(t.call, composed)
 
     return Case(
-        name, "layer_norm", make, call, {**row_laws("x"), "fusion": fusion}, ("x", "weight_D", "bias_D"), device_sized, kind=kind,
-    )  # fmt: skip
+        name,
+        "layer_norm",
+        make,
+        call,
+        {**row_laws("x"), "fusion": fusion},
+        ("x", "weight_D", "bias_D"),
+        device_sized,
+        kind=kind,
+    )
 
 
 def cases(program: Program) -> list[Case]:

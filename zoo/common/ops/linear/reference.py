@@ -7,13 +7,15 @@ from torch import Tensor
 
 from zoo.common.ops.trees import pair_tree
 
-PANEL_ROWS, PANEL_COLUMNS = 16, 64
+PANEL_ROWS = 16
+PANEL_COLUMNS = 64
 
 
 def linear(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
     """Operands upcast to FP32, padded to panels of 16 rows by 64 columns, each panel one matmul of one shape."""
     accumulate = torch.promote_types(x_RK.dtype, torch.float32)
-    x, w = x_RK.to(accumulate), weight_NK.to(accumulate)
+    x = x_RK.to(accumulate)
+    w = weight_NK.to(accumulate)
     if k_parts == 1:
         return panels(x, w).to(out_dtype)
     parts = [panels(a.contiguous(), b.contiguous()) for a, b in zip(x.chunk(k_parts, 1), w.chunk(k_parts, 1), strict=True)]
@@ -22,7 +24,9 @@ def linear(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int
 
 def panels(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     """x W^T by panels; each panel is padded with zeros to [16, K] x [K, 64]."""
-    rows, columns, depth = x_RK.shape[0], weight_NK.shape[0], x_RK.shape[1]
+    rows = x_RK.shape[0]
+    columns = weight_NK.shape[0]
+    depth = x_RK.shape[1]
     x = _padded(x_RK, PANEL_ROWS).view(-1, PANEL_ROWS, depth)
     w = _padded(weight_NK, PANEL_COLUMNS).view(-1, PANEL_COLUMNS, depth)
     out = x.new_empty(x.shape[0], PANEL_ROWS, w.shape[0], PANEL_COLUMNS)

@@ -46,7 +46,8 @@ def top_log_prob(
     for r in range(0, rows, TOP_ROWS):
         row = slice(r, min(r + TOP_ROWS, rows))
         temperature = None if inverse_temperature_R is None else inverse_temperature_R[row]
-        keys, best = ids[row, :0], values[row, :0]
+        keys = ids[row, :0]
+        best = values[row, :0]
         for c in range(0, vocabulary, VOCABULARY_CHUNK):
             logits = _logits(hidden_RD[row], weight_VD[c : c + VOCABULARY_CHUNK], temperature, program)
             keys = torch.cat([keys, _keys(logits, c)], 1)

@@ -26,7 +26,8 @@ class Heads(NamedTuple):
 
 def split_heads(qkv_RC: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Views (q_RHE, k_RGE, v_RGE)."""
-    first, key_columns = heads.queries * heads.query_width, heads.keys * heads.width
+    first = heads.queries * heads.query_width
+    key_columns = heads.keys * heads.width
     q = qkv_RC[:, :first].unflatten(1, (heads.queries, heads.query_width))[..., : heads.width]
     k = qkv_RC[:, first : first + key_columns].unflatten(1, (heads.keys, heads.width))
     return q, k, value_heads(qkv_RC, heads)
@@ -53,9 +54,18 @@ def norm_rope(
 
 
 def norm_rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv_RC: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor,
-    positions: Tensor, heads: Heads, eps: float, offset: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv_RC: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    heads: Heads,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qkv and of the two weights."""
     q, k, _ = split_heads(qkv_RC, heads)
     parts = [

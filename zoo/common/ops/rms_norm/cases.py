@@ -29,7 +29,8 @@ def _case(name: str, *shape: int, kind: str = "normal", add: bool = False, zero_
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:
-            weight, norm = t.args["weight_D"], t.op("rms_norm")
+            weight = t.args["weight_D"]
+            norm = t.op("rms_norm")
             if add:
                 total = (t.args["x"].float() + t.args["residual"].float()).to(t.args["x"].dtype)
                 return norm(total, weight, EPS, program=t.program, zero_centred=zero_centred), total

@@ -28,7 +28,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x (and, equally, of the residual) and of the weight."""
     accumulate = torch.promote_types(total.dtype, torch.float32)
-    value, upstream = total.to(accumulate), grad.to(accumulate)
+    value = total.to(accumulate)
+    upstream = grad.to(accumulate)
     scale = _rsqrt_mean(value, eps)
     normal = value * scale
     grad_weight = (upstream * normal).flatten(0, -2).sum(0).to(weight.dtype)

@@ -45,10 +45,12 @@ def cosine_and_sine(angle: Tensor) -> tuple[Tensor, Tensor]:
     for part in PARTS:
         x = x - quarter * part
     square = x * x
-    sine, cosine = _horner(SINE, square) * x, _horner(COSINE, square)
+    sine = _horner(SINE, square) * x
+    cosine = _horner(COSINE, square)
     turn = quarter.to(torch.int64) & 3
     swapped = (turn & 1).bool()
-    cos, sin = torch.where(swapped, sine, cosine), torch.where(swapped, cosine, sine)
+    cos = torch.where(swapped, sine, cosine)
+    sin = torch.where(swapped, cosine, sine)
     cos = torch.where((turn == 1) | (turn == 2), -cos, cos)
     sin = torch.where(turn >= 2, -sin, sin)
     return cos.to(torch.float32), sin.to(torch.float32)

@@ -8,7 +8,8 @@ from torch import Tensor
 from zoo.common.row_sampling import MASS_ONE
 
 # token id t takes output word (t >> 10) & 3 of the call whose first counter word is t without these two bits
-LANES, WORDS = 1024, 4
+LANES = 1024
+WORDS = 4
 
 _LOW = 0xFFFFFFFF
 _ROUND = (0xD2511F53, 0xCD9E8D57)
@@ -51,7 +52,8 @@ def gumbel(seed_R: Tensor, position_R: Tensor, width: int) -> Tensor:
     lanes = torch.arange(min(width, LANES))
     block = torch.arange(-(-width // (LANES * WORDS))) * LANES
     counter = (block[:, None] + lanes).expand(seed_R.shape[0], -1, -1)
-    key, position = seed_R[:, None, None], position_R[:, None, None]
+    key = seed_R[:, None, None]
+    position = position_R[:, None, None]
     words = philox((counter, position & _LOW, (position >> 32) & _LOW, torch.zeros_like(position)), (key & _LOW, (key >> 32) & _LOW))
     bits = torch.stack(words, 2).flatten(1)[:, :width]
     u = ((bits >> 8) | 1).to(torch.float32) * 2.0**-24
@@ -64,7 +66,12 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     k0, k1 = key
     for _ in range(10):
         # int64 products wrap, which leaves their 64 bits as the unsigned product's
-        a, b = c0 * _ROUND[0], c2 * _ROUND[1]
-        c0, c1, c2, c3 = ((b >> 32) & _LOW) ^ c1 ^ k0, b & _LOW, ((a >> 32) & _LOW) ^ c3 ^ k1, a & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        a = c0 * _ROUND[0]
+        b = c2 * _ROUND[1]
+        c0 = ((b >> 32) & _LOW) ^ c1 ^ k0
+        c1 = b & _LOW
+        c2 = ((a >> 32) & _LOW) ^ c3 ^ k1
+        c3 = a & _LOW
+        k0 = (k0 + _WEYL[0]) & _LOW
+        k1 = (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3

@@ -68,7 +68,8 @@ class ScoreFiltered(OpFunction):
             found.append((score_of(kept, kept_lse, targets[block]), lse, mean, kept_lse, *cut))
         scored, lse, mean, kept_lse, logit, last = (torch.cat(blocks) for blocks in zip(*found, strict=True))
         ctx.save_for_backward(hidden, weight, targets, scored, lse, mean, kept_lse, logit, last)
-        ctx.rows, ctx.program = rows, program
+        ctx.rows = rows
+        ctx.program = program
         ctx.set_materialize_grads(False)
         return scored, lse, lse - mean
 
@@ -80,7 +81,8 @@ class ScoreFiltered(OpFunction):
         What comes back through the scores and what comes through the plain distribution are gradients of their own, then added.
         """
         hidden, weight, targets, scored, lse, mean, kept_lse, logit, last = ctx.saved_tensors
-        program, rows = ctx.program, ctx.rows
+        program = ctx.program
+        rows = ctx.rows
         logit_grad = CONTRACTS["sample"].provider(program).function("backward")
         none = torch.zeros_like(scored)
         parts = []

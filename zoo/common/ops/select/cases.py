@@ -61,7 +61,8 @@ def _case(
     device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        draw = Draw(seed, device, dtype)
+        rows = sum(lengths)
         return {
             "q_RHE": draw.floats(rows, heads, width, kind=kind),
             "weights_RH": draw.floats(rows, heads),

@@ -19,7 +19,8 @@ NAN_SCORE = (
 
 def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tensor | None, rows: Rows, top_k: int) -> Tensor:
     out = torch.full((q_RHE.shape[0], top_k), -1, dtype=torch.int32)
-    history, starts = TokenRows(keys, page_table_NB), rows.starts_N1.tolist()
+    history = TokenRows(keys, page_table_NB)
+    starts = rows.starts_N1.tolist()
     for n, length in enumerate(rows.lengths_N.tolist()):
         begin, end = starts[n : n + 2]
         before = length - (end - begin)

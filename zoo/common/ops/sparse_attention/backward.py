@@ -17,7 +17,8 @@ def sparse_attention_backward(
     accumulate = torch.promote_types(q_RHC.dtype, torch.float32)
     grad_q = torch.empty_like(q_RHC)
     grad_latent = torch.empty_like(latent_RC)
-    values, starts = out_RHV.shape[2], rows.starts_N1.tolist()
+    values = out_RHV.shape[2]
+    starts = rows.starts_N1.tolist()
     for begin, end in zip(starts, starts[1:], strict=False):
         latent = latent_RC[begin:end].to(accumulate)
         total = torch.zeros_like(latent)

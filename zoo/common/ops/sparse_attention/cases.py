@@ -80,7 +80,8 @@ def _call(t: Trial, args: Args) -> Any:
 
 
 def _push(t: Trial, plan: Plan, place: PagePlace) -> dict[str, Any]:
-    latent, args = t.args["latent_RC"], t.args
+    latent = t.args["latent_RC"]
+    args = t.args
 
     def step(history: TokenRows, rows: Rows, where: Tensor) -> Tensor:
         return _attend(t, args, history, rows, where)
@@ -124,7 +125,8 @@ def _case(
     device_sized: bool = False,
 ) -> Case:
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
-        draw, rows = Draw(seed, device, dtype), sum(lengths)
+        draw = Draw(seed, device, dtype)
+        rows = sum(lengths)
         return {
             "q_RHC": draw.floats(rows, heads, width, kind=kind, scale=2.0),
             "latent_RC": draw.floats(rows, width, kind=kind),

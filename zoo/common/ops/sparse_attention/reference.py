@@ -10,7 +10,9 @@ from zoo.common.history import TokenRows
 from zoo.common.ops.trees import pair_tree
 from zoo.common.rows import Rows
 
-PANEL_HEADS, LANES, WIDTH_TILE = 16, 64, 16
+PANEL_HEADS = 16
+LANES = 64
+WIDTH_TILE = 16
 
 
 def sparse_attention(
@@ -21,14 +23,16 @@ def sparse_attention(
     count, heads, width = q_RHC.shape
     out = q_RHC.new_empty(count, heads, values)
     lse = torch.empty(count, heads, dtype=accumulate)
-    history, starts = TokenRows(latent, page_table_NB), rows.starts_N1.tolist()
+    history = TokenRows(latent, page_table_NB)
+    starts = rows.starts_N1.tolist()
     spare = (-width % WIDTH_TILE, -values % WIDTH_TILE)  # a matmul of few columns would see a row's place
     for n, length in enumerate(rows.lengths_N.tolist()):
         mine = history.of(n, starts[n], starts[n + 1], length)
         for r in range(starts[n], starts[n + 1]):
             place = positions_RK[r][positions_RK[r] >= 0].long()
             chosen = pad(mine[place].to(accumulate), (0, 0, 0, -len(place) % LANES))
-            keys, vectors = pad(chosen, (0, spare[0])), pad(chosen[:, :values], (0, spare[1]))
+            keys = pad(chosen, (0, spare[0]))
+            vectors = pad(chosen[:, :values], (0, spare[1]))
             for first in range(0, heads, PANEL_HEADS):
                 panel = q_RHC[r, first : first + PANEL_HEADS]
                 q = pad(panel.to(accumulate), (0, spare[0], 0, PANEL_HEADS - len(panel)))
@@ -39,7 +43,8 @@ def sparse_attention(
 
 
 def _panel(q_HC: Tensor, keys_TC: Tensor, values_TV: Tensor, count: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    peak, mass = q_HC.new_full((PANEL_HEADS,), -torch.inf), q_HC.new_zeros(PANEL_HEADS)
+    peak = q_HC.new_full((PANEL_HEADS,), -torch.inf)
+    mass = q_HC.new_zeros(PANEL_HEADS)
     acc = q_HC.new_zeros(PANEL_HEADS, values_TV.shape[1])
     for tile in range(0, count, LANES):
         live = torch.arange(tile, tile + LANES) < count
