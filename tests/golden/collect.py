@@ -34,7 +34,7 @@ CACHED = {
     "latent": "latent rows",
     "index": "index keys",
     "delta_start": "state, in FP32",
-    "delta_image": "state, as rows read it",
+    "delta_rounded": "state, as rows read it",
     "delta_k": "open chunk, keys",
     "delta_v": "open chunk, values",
     "delta_u": "open chunk, corrected values",

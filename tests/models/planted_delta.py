@@ -1,4 +1,4 @@
-"""A fault: gated_delta whose state is rounded to BF16 after every push. Its image, which rows read, is BF16 anyway."""
+"""A fault: gated_delta whose state is rounded to BF16 after every push. What rows read of it is BF16 anyway."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> 
         out[length] = {
             **rows,
             "delta_start": torch.stack(start),
-            "delta_image": torch.stack(start).to(model.program.torch_dtype),
+            "delta_rounded": torch.stack(start).to(model.program.torch_dtype),
             "delta_carry": torch.stack(before),
             "k": torch.stack([history.k[:length] for _, history, *_ in seen["attention"]]),
             "v": torch.stack([history.v[:length] for _, history, *_ in seen["attention"]]),
@@ -508,7 +508,7 @@ def climbed(arch: str, rungs: tuple[int, ...], fault: type[Qwen35ForServing] | N
 
 
 class WrongOnClosing(Qwen35ForServing):
-    """The state of a closed chunk loses its lowest bits on the way into its slot; rows read its image, which does not."""
+    """The state of a closed chunk loses its lowest bits on the way into its slot; what rows read, rounded, does not."""
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
         out = super().hidden_rows(ids_R, rows, memory, page_table_NB)

@@ -167,7 +167,7 @@ class TestRecurrent:
 
     @pytest.mark.parametrize(
         ("op", "module", "position"),
-        # a prefill of 100 rows, then single rows: the first of them reads the carry, and row 128 the image of a state
+        # a prefill of 100 rows, then single rows: the first of them reads the carry, and row 128 a rounded state
         # that came of the rounded one
         [("causal_conv", "tests.models.planted_conv", 100), ("gated_delta", "tests.models.planted_delta", 128)],
         ids=["carry off by one row", "rounded state"],

@@ -92,21 +92,21 @@ def grid_from_push_start(operands: list[Tensor], state: DeltaState, rows: Rows) 
 
 
 def never_closed(operands: list[Tensor], state: DeltaState, rows: Rows) -> Tensor:
-    before = {name: getattr(state, name).clone() for name in ("start_SVKE", "image_SVKE")}
+    before = {name: getattr(state, name).clone() for name in ("start_SVKE", "rounded_SVKE")}
     out = reference.serve(*operands, state, rows)
     for name, old in before.items():
         getattr(state, name).copy_(old)
     return out
 
 
-def image_not_refreshed(operands: list[Tensor], state: DeltaState, rows: Rows) -> Tensor:
-    before = state.image_SVKE.clone()
+def rounded_not_refreshed(operands: list[Tensor], state: DeltaState, rows: Rows) -> Tensor:
+    before = state.rounded_SVKE.clone()
     out = reference.serve(*operands, state, rows)
-    state.image_SVKE.copy_(before)
+    state.rounded_SVKE.copy_(before)
     return out
 
 
-@pytest.mark.parametrize("break_it", [grid_from_push_start, never_closed, image_not_refreshed])
+@pytest.mark.parametrize("break_it", [grid_from_push_start, never_closed, rounded_not_refreshed])
 def test_split_law_catches(break_it: Callable[..., Tensor]) -> None:
     with pytest.raises(LawBroken):
         check(case_named("two chunks"), "split", PROGRAM, replace=sabotaged(break_it))
@@ -146,7 +146,8 @@ def test_random_cuts(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("length", [*EDGES, 593, 1000])
 def test_accuracy(length: int) -> None:
-    """BF16 rounds w, u, the image and operands, 2^-9 each at most: a few add up to less than 2^-6. FP32 has no such rounding."""
+    """BF16 rounds w, u, the state that rows read and operands, 2^-9 each at most: a few add up to less than 2^-6. FP32 has
+    no such rounding."""
     for program, limit in ((PROGRAM, 2**-6), (FP32, 2e-6)):
         args = made([length], dtype=program.torch_dtype)
         wanted = recurrence(args)
@@ -375,7 +376,7 @@ def test_written_holds_live_rows_only() -> None:
     pushed(memory, 1, args, 0, 130)
     assert {name: tuple(t.shape) for name, t in memory.written(1, 130).items()} == {
         "delta_start": (1, 2, 16, 16),
-        "delta_image": (1, 2, 16, 16),
+        "delta_rounded": (1, 2, 16, 16),
         "delta_k": (1, 1, 2, 16),
         "delta_v": (1, 2, 2, 16),
         "delta_u": (1, 2, 2, 16),

@@ -210,8 +210,8 @@ def test_a_kernel_that_reads_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch) 
     made = kernels.states
 
     def shuffled(*args: Any) -> tuple[Tensor, ...]:
-        *others, image, final = made(*args)
-        return *others, image.roll(image.shape[-1] // 2, -1), final
+        *others, rounded, final = made(*args)
+        return *others, rounded.roll(rounded.shape[-1] // 2, -1), final
 
     [product] = [p for p in products_of("gated_delta") if p.name == "forward, 6 documents, width 32"]
     program = resolve("aligned", "cuda", torch.bfloat16)

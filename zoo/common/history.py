@@ -140,7 +140,7 @@ class DeltaState(_Slots):
     """One layer's pools, and the slots of the sequences now being pushed. J: the rows of the live chunk; S: slots.
 
     start_SVKE    FP32, the state at the live chunk's start
-    image_SVKE    the program's dtype, `start` rounded: what rows read
+    rounded_SVKE  the program's dtype, `start` rounded: what rows read
     k_SHJK, v_SVJE, u_SVJE   the program's dtype, rows of the live chunk
     beta_SVJ      FP32
     decay_SVJ     FP32, running sum of log-decay inside the chunk
@@ -149,7 +149,7 @@ class DeltaState(_Slots):
     """
 
     start_SVKE: Tensor
-    image_SVKE: Tensor
+    rounded_SVKE: Tensor
     k_SHJK: Tensor
     v_SVJE: Tensor
     u_SVJE: Tensor

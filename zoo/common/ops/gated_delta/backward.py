@@ -1,8 +1,11 @@
 """The backward of gated_delta by chunk, on the CPU: batched products over all chunks, a loop over states each way.
 
-Nothing is saved but the inputs. Everything is FP32 (float64 for float64 operands), without the forward's roundings. With H the
-state at a chunk's start, D_ij = exp(G_i - G_j), A_ij = beta_i D_ij (k_i . k_j) below the diagonal, T = (I + A)^-1:
-U = T R, R = beta (v - exp(G) k H); O = s (exp(G) q H + P U), P_ij = D_ij (q_i . k_j); H' = exp(G_63) H + (exp(G_63 - G) k)^T U.
+Nothing is saved but the inputs. Everything is FP32 (float64 for float64 operands), without the forward's roundings. The
+formulas are the reference's, by matrices of a chunk (rows 64, `state` before it, a and p as there, T = (I + a)^-1):
+
+    u       T r,  r = beta (v - exp(G) k state)
+    o       scale (exp(G) q state + p u)
+    state'  exp(G_63) state + (exp(G_63 - G) k)^T u
 """
 
 from __future__ import annotations
@@ -111,30 +114,30 @@ def _heads(
     """All chunks of some heads: operands [C, V, 64, ...], states [N, V, K, E]."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = g.cumsum(-1)
-    fade = torch.exp((decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, -torch.inf))
+    ratio = torch.exp((decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, -torch.inf))
     rise = torch.exp(decay)[..., None]
     beta_1 = beta[..., None]
     closing = torch.exp(decay[..., -1:])[..., None]
     leave = torch.exp(decay[..., -1:] - decay)[..., None] * k
-    kept = (k @ k.mT * fade).tril(-1)
+    kept = (k @ k.mT * ratio).tril(-1)
     a = kept * beta_1
     both = torch.linalg.solve_triangular(a, torch.cat([beta_1 * rise * k, beta_1 * v], -1), upper=False, unitriangular=True)
     w, own = both.split([k.shape[-1], v.shape[-1]], -1)
     start, u = loop.states(w, own, leave, decay, initial)
 
     grad = grad * q.shape[-1] ** -0.5
-    p = q @ k.mT * fade
+    p = q @ k.mT * ratio
     grad_u, grad_next, grad_initial = loop.gradients(w, leave, decay, p.mT @ grad, (rise * q).mT @ grad, grad_final)
     grad_r = torch.linalg.solve_triangular(a.mT, grad_u, upper=True, unitriangular=True)
     grad_a = -(grad_r @ u.mT).tril(-1)
     grad_p = (grad @ u.mT).tril()
     held = k @ start
     read = q @ start
-    back = -beta_1 * rise * grad_r  # the gradient of k H
-    grad_q = (grad_p * fade) @ k + rise * (grad @ start.mT)
-    overlap = grad_a * beta_1 * fade
+    back = -beta_1 * rise * grad_r  # the gradient of k state
+    grad_q = (grad_p * ratio) @ k + rise * (grad @ start.mT)
+    grad_kk = grad_a * beta_1 * ratio
     left = torch.exp(decay[..., -1:] - decay)[..., None] * (u @ grad_next.mT)
-    grad_k = (grad_p * fade).mT @ q + overlap @ k + overlap.mT @ k + back @ start.mT + left
+    grad_k = (grad_p * ratio).mT @ q + grad_kk @ k + grad_kk.mT @ k + back @ start.mT + left
     grad_beta = (grad_r * (v - rise * held)).sum(-1) + (grad_a * kept).sum(-1)
     pairs = grad_p * p + grad_a * a
     at_end = (left * k).sum(-1)
@@ -154,7 +157,7 @@ class ChunkLoop:
     grid: ChunkGrid
 
     def states(self, w: Tensor, own: Tensor, leave: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """H at each chunk's start, [C, V, K, E], and u = own - w H; then H' = exp(G_63) H + leave^T u."""
+        """The state before each chunk, [C, V, K, E], and u = own - w state; then state' = exp(G_63) state + leave^T u."""
         closing = torch.exp(decay[..., -1:])[..., None]
         start = initial.new_zeros(w.shape[0], *initial.shape[1:])
         u = torch.zeros_like(own)
@@ -170,7 +173,7 @@ class ChunkLoop:
     def gradients(
         self, w: Tensor, leave: Tensor, decay: Tensor, own_u: Tensor, own_start: Tensor, grad_final: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of u, of H' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
+        """Gradients of u, of state' and of the initial state, backwards. An unfinished chunk hands its state on as it is."""
         closing = torch.exp(decay[..., -1:])[..., None]
         grad_next = torch.zeros_like(own_start)
         grad_u = torch.zeros_like(own_u)

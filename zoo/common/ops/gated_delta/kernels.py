@@ -204,7 +204,7 @@ def states(
         beta_cache = state.beta_SVJ
         decay_cache = state.decay_SVJ
         inverse_cache = state.inverse_SVJJ
-        final_rounded = state.image_SVKE
+        final_rounded = state.rounded_SVKE
         start = final = state.start_SVKE
     chunks.sum_log_decays[(count, triton.cdiv(heads, SUM_HEADS))](
         log_decay,
@@ -319,7 +319,7 @@ def _by_steps(
         rows.positions_R,
         state.slot_N,
         state.start_SVKE,
-        state.image_SVKE,
+        state.rounded_SVKE,
         state.k_SHJK,
         state.v_SVJE,
         state.u_SVJE,

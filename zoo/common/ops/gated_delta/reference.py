@@ -1,5 +1,15 @@
 """gated_delta in plain torch: the live chunk is advanced by some of its rows, by one function for whole chunks and single steps.
 
+The rule is Gated Delta Networks (arXiv 2412.06464), section 3.1, its chunks section 3.3. For rows i and j of a chunk of one head:
+
+    G_i     log_decay_0 + .. + log_decay_i
+    a_ij    (k_i . k_j) exp(G_i - G_j) beta_i  for j < i, else 0
+    T       (I + a)^-1, so T_i = e_i - sum_j a_ij T_j
+    w_i     sum_j T_ij beta_j exp(G_j) k_j
+    u_i     sum_j T_ij beta_j v_j - w_i state
+    o_i     K^-0.5 (exp(G_i) q_i state + sum_{j <= i} p_ij u_j),  p_ij = exp(G_i - G_j) (q_i . k_j)
+    state'  exp(G_63) state + sum_j exp(G_63 - G_j) k_j u_j
+
 Products are spelled out and added by the pair tree, so that no byte depends on how many rows are pushed at once.
 """
 
@@ -21,7 +31,7 @@ class LiveChunk:
     """The live chunk of one sequence: `DeltaState` without its slots, written in place."""
 
     start_VKE: Tensor
-    image_VKE: Tensor
+    rounded_VKE: Tensor
     k_HJK: Tensor
     v_VJE: Tensor
     u_VJE: Tensor
@@ -45,7 +55,7 @@ class LiveChunk:
         """Views of one slot's pools."""
         return cls(
             state.start_SVKE[slot],
-            state.image_SVKE[slot],
+            state.rounded_SVKE[slot],
             state.k_SHJK[slot],
             state.v_SVJE[slot],
             state.u_SVJE[slot],
@@ -113,6 +123,7 @@ def advance(chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: T
     chunk.k_HJK[:, first:end] = k_MHK.transpose(0, 1)
     chunk.v_VJE[:, first:end] = v_MVE.transpose(0, 1)
     chunk.beta_VJ[:, first:end] = beta_MV.T
+    # G_i, cached as `decay`
     total = chunk.decay_VJ[:, first - 1] if first else torch.zeros_like(chunk.decay_VJ[:, 0])
     for row in range(first, end):
         total = total + log_decay_MV[row - first]
@@ -127,35 +138,39 @@ def advance(chunk: LiveChunk, first: int, q_MHK: Tensor, k_MHK: Tensor, v_MVE: T
     values = torch.where(written[:, None], chunk.v_VJE, 0).to(exact)
     decay, beta = (torch.where(written, t, 0) for t in (chunk.decay_VJ, chunk.beta_VJ))
     queries = q_MHK.transpose(0, 1).to(exact).repeat_interleave(repeat, 0)
-    image = chunk.image_VKE.to(exact)
-    fade = torch.exp(torch.where(lane <= row_M, decay[:, first:end, None] - decay[:, None, :], -torch.inf))
+    rounded = chunk.rounded_VKE.to(exact)
+    # exp(G_i - G_j) for j <= i, else 0
+    ratio = torch.exp(torch.where(lane <= row_M, decay[:, first:end, None] - decay[:, None, :], -torch.inf))
 
-    overlap = product(keys[:, first:end], keys.transpose(1, 2))
-    a = torch.where(lane < row_M, overlap * fade * beta[:, first:end, None], 0)
+    # a, and T row by row
+    k_dot_k = product(keys[:, first:end], keys.transpose(1, 2))
+    a = torch.where(lane < row_M, k_dot_k * ratio * beta[:, first:end, None], 0)
     inverse = chunk.inverse_VJJ
     inverse[:, first:end] = torch.eye(CHUNK, dtype=exact)[first:end]
     for j in range(end - 1):
         later = max(j + 1, first)
         inverse[:, later:end] = inverse[:, later:end] - a[:, later - first :, j, None] * inverse[:, j, None, :]
 
+    # w and u
     mine = inverse[:, first:end]
     w = product((mine * (beta * torch.exp(decay))[:, None, :]).to(dtype).to(exact), keys).to(dtype).to(exact)
-    u = product((mine * beta[:, None, :]).to(dtype).to(exact), values) - product(w, image)
+    u = product((mine * beta[:, None, :]).to(dtype).to(exact), values) - product(w, rounded)
     chunk.u_VJE[:, first:end] = u.to(dtype)
 
+    # o
     news = torch.where(written[:, None], chunk.u_VJE, 0).to(exact)
-    p = torch.where(lane <= row_M, product(queries, keys.transpose(1, 2)) * fade, 0).to(dtype).to(exact)
-    out = product(queries, image) * torch.exp(decay[:, first:end, None]) + product(p, news)
+    p = torch.where(lane <= row_M, product(queries, keys.transpose(1, 2)) * ratio, 0).to(dtype).to(exact)
+    out = product(queries, rounded) * torch.exp(decay[:, first:end, None]) + product(p, news)
     return (out * q_MHK.shape[2] ** -0.5).to(dtype).transpose(0, 1)
 
 
 def close(chunk: LiveChunk) -> None:
-    """All 64 rows are there: the next chunk's start."""
+    """All 64 rows are there: state', the next chunk's start."""
     dtype = chunk.v_VJE.dtype
     exact = chunk.start_VKE.dtype
     keys = chunk.k_HJK.to(exact).repeat_interleave(chunk.v_VJE.shape[0] // chunk.k_HJK.shape[0], 0)
     last = chunk.decay_VJ[:, -1:]
-    faded = (keys * torch.exp(last - chunk.decay_VJ)[:, :, None]).to(dtype).to(exact)
-    added = product(faded.transpose(1, 2), chunk.u_VJE.to(exact))
+    closing_k = (keys * torch.exp(last - chunk.decay_VJ)[:, :, None]).to(dtype).to(exact)
+    added = product(closing_k.transpose(1, 2), chunk.u_VJE.to(exact))
     chunk.start_VKE.copy_(torch.exp(last)[:, :, None] * chunk.start_VKE + added)
-    chunk.image_VKE.copy_(chunk.start_VKE)
+    chunk.rounded_VKE.copy_(chunk.start_VKE)

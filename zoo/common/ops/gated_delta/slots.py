@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.common.history import DeltaState
 
 CHUNK = 64
-FROM_ZERO = ("start_SVKE", "image_SVKE")  # zeros in a sequence of length 0; rows of a chunk are read once they are written
+FROM_ZERO = ("start_SVKE", "rounded_SVKE")  # zeros in a sequence of length 0; rows of a chunk are read once they are written
 
 
 def slot_tensors(
@@ -24,7 +24,7 @@ def slot_tensors(
     exact = torch.promote_types(dtype, torch.float32)
     return {
         "start_SVKE": (exact, (value_heads, key_dim, value_dim)),
-        "image_SVKE": (dtype, (value_heads, key_dim, value_dim)),
+        "rounded_SVKE": (dtype, (value_heads, key_dim, value_dim)),
         "k_SHJK": (dtype, (key_heads, CHUNK, key_dim)),
         "v_SVJE": (dtype, (value_heads, CHUNK, value_dim)),
         "u_SVJE": (dtype, (value_heads, CHUNK, value_dim)),
@@ -43,7 +43,7 @@ def empty_state(slots: int, tensors: dict[str, tuple[torch.dtype, tuple[int, ...
 def begin_at(pools: dict[str, Tensor], slot: int, start_LVKE: Tensor) -> None:
     """Slot `slot` of pools [L, S, ...] becomes a sequence that stands at a chunk's start with this state."""
     pools["start_SVKE"][:, slot] = start_LVKE
-    pools["image_SVKE"][:, slot] = start_LVKE.to(pools["image_SVKE"].dtype)
+    pools["rounded_SVKE"][:, slot] = start_LVKE.to(pools["rounded_SVKE"].dtype)
 
 
 def live_bytes(pools: dict[str, Tensor], slot: int, length: int) -> dict[str, Tensor]:
