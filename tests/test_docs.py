@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import re
 from collections import defaultdict
@@ -173,6 +174,31 @@ def test_an_absent_file_is_seen(tmp_path: Path) -> None:
         "`zoo/common/rows.py` `zoo/common/absent.py` `zoo/FAMILY/model.py` `zoo/common/ops/`, commit `4e91d64`, folder `benchmarks/gone`"
     )
     assert absent_paths(page) == ["zoo/common/absent.py"]
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a module of ours, or something in one."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        if importlib.util.find_spec(dotted) is not None:
+            return True
+    except ModuleNotFoundError:  # what stands before the last dot is no package
+        pass
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_are_written_are_there(page: Path) -> None:
+    named = set(re.findall(r"`((?:zoo|weights_tools|benchmarks)(?:\.\w+)+)`", page.read_text()))
+    assert not [name for name in named if not resolves(name) and name != "zoo.families"]  # the entry point's name
+
+
+def test_an_absent_name_is_seen() -> None:
+    assert resolves("zoo.common.engine.Engine") and resolves("zoo.common.rows")
+    assert not resolves("zoo.common.engine.Absent") and not resolves("zoo.absent")
 
 
 def imported(page: Path) -> list[tuple[str, str]]:
