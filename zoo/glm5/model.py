@@ -126,7 +126,10 @@ class LatentAttention(nn.Module):
 
 
 class BiasedRoute(nn.Module):
-    """bias [X] sways which experts a row goes to. It is FP32 in every program, hence a unit of its own under FSDP2."""
+    """bias [X] is added to the scores that choose a row's experts, and to no weight.
+
+    It is FP32 in every program, hence a unit of its own under FSDP2.
+    """
 
     def __init__(self, experts: int, choice: Choice, program: Program) -> None:
         super().__init__()

@@ -29,6 +29,7 @@ def _write_rows(
     columns,
     BLOCK: tl.constexpr,
 ):
+    """A row's key and value go to its position's place in its sequence's page."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row)
     page = tl.load(table_ptr + tl.load(sequence_ptr + row) * table_stride + position // page_size).to(tl.int64)

@@ -402,6 +402,7 @@ def _merge_kernel(
 
 @triton.jit
 def _part_lse(part_lse_ptr, firsts_ptr, row, head, own, s, total, depth, HEADS: tl.constexpr, DISTANCE: tl.constexpr):
+    """Log-sum-exp of segment s of a row whose own segment is `own`, from where that part lies."""
     if DISTANCE:
         first = tl.load(firsts_ptr + (own - s)).to(tl.int64)
         offset = (own - s - 1) * HEADS * total + head * (total - first) + (row - first)

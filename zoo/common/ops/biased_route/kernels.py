@@ -41,6 +41,7 @@ def _biased_route(
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """score = sigmoid(logit); the TOP_K largest of score + bias, of open groups alone; weight = scale score / sum of the chosen scores."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < EXPERTS

@@ -54,6 +54,7 @@ def _all_inside(sequence_ptr, starts_ptr, first, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _silu_sum(third, second, last, own, weight):
+    """silu of the four rows times their weights, added from the oldest on, each product rounded."""
     total = third * weight[0]
     total = total + second * weight[1]
     total = total + last * weight[2]
@@ -135,6 +136,7 @@ def _advance(x_ptr, carry_ptr, slots_ptr, starts_ptr, x_stride, channels, BLOCK:
 
 @triton.jit
 def _last(x_ptr, carry, start, local, x_stride, channels, column, mask):
+    """Row `local` of a push, or where it is negative one of the three rows carried from before."""
     pushed = tl.load(x_ptr + (start + local) * x_stride + column, mask=mask & (local >= 0), other=0.0)
     return tl.where(local >= 0, pushed, tl.load(carry + (3 + local) * channels, mask=mask & (local < 0), other=0.0))
 

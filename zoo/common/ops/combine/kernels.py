@@ -138,6 +138,7 @@ def _combine_backward(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """d slot = weight d y, and d weight = slot . d y by the tree over D, of one slot of a row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)
     column = tl.arange(0, BLOCK)

@@ -20,6 +20,7 @@ def _log1p(x):
 
 @triton.jit
 def _delta_gate(a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, decay_ptr, beta_ptr, a_stride, b_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """log_decay = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)
     mask = head < HEADS

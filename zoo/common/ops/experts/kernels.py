@@ -226,6 +226,7 @@ def _place_kernel(
 
 @triton.jit
 def _source(position, pair, BY: tl.constexpr, SLOTS: tl.constexpr):
+    """The row that belongs to a position: the position itself, its pair, or its pair's row."""
     if BY == POSITION:
         found = position
     elif BY == PAIR:
@@ -406,6 +407,7 @@ def _copy_rows(x_ID: Tensor, source: Tensor, share: int, out: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _copy_rows_kernel(x_ptr, source_ptr, out_ptr, rows, D: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = x[source[i] // SHARE]; rows whose source is negative stay as memory was."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     source = tl.load(source_ptr + row, mask=row < rows, other=-1)
@@ -497,6 +499,7 @@ def _weight_grad_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """out[e] = sum over expert e's rows, ascending, of left_row^T right_row, in one FP32 accumulator."""
     expert = tl.program_id(1)
     m = tl.program_id(0) // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -517,6 +520,7 @@ def _weight_grad_kernel(
 
 @triton.jit
 def _add_slots_kernel(slots_ptr, place_ptr, out_ptr, D: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's gradient: the sum of its slots' rows in slot order, in FP32, rounded once."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)

@@ -25,6 +25,7 @@ def _gated_rms_norm(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """y = x / sqrt(mean x^2 + eps) weight silu(gate), a head's columns by one tree, rounded once."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)

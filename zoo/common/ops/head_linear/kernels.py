@@ -36,6 +36,7 @@ def _head_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """y[:, h] = x[:, h] W_h^T for a tile of one head: K ascending from 0 in one FP32 accumulator."""
     head = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

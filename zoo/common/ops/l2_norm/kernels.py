@@ -12,6 +12,7 @@ from zoo.common.ops.trees import padded_width
 
 @triton.jit
 def _l2_norm(x_ptr, y_ptr, row_stride, head_stride, heads, eps, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """y = x / sqrt(sum x^2 + eps), TILE heads of a row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)

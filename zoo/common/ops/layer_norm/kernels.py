@@ -12,6 +12,7 @@ from zoo.common.ops.trees import padded_width
 
 @triton.jit
 def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, row_stride, inverse_width, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """y = (x - mean) / sqrt(mean (x - mean)^2 + eps) weight + bias of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH

@@ -96,6 +96,7 @@ def _write_stats(
 
 @triton.jit
 def _merge_groups(peak_ptr, mass_ptr, mean_ptr, lse_ptr, expected_ptr, groups, BLOCK: tl.constexpr):
+    """lse = peak + log(sum_g mass_g exp(peak_g - peak)), and the expected logit sum_g mean_g exp(peak_g - peak) / the same sum."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK)
     mask = group < groups
@@ -136,6 +137,7 @@ def _logit_grad(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """d x = p (d lse - d log_prob) - p (x - expected) d entropy, and d log_prob more at the target; p = exp(x - lse)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

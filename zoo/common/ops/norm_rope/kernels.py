@@ -69,6 +69,7 @@ def _norm_rope(
 
 @triton.jit
 def _gain(q_weight_ptr, k_weight_ptr, column, query, inside, offset):
+    """The weight of a head's kind, in FP32, plus the offset."""
     q_gain = tl.load(q_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
     k_gain = tl.load(k_weight_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(query, q_gain, k_gain) + offset

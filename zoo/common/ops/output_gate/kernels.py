@@ -13,6 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def _output_gate(x_ptr, gate_ptr, y_ptr, columns, width, row_stride, head_stride, column_stride, BLOCK: tl.constexpr):
+    """y = x sigmoid(gate) of a block of one row's columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns

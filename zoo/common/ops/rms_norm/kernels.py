@@ -17,6 +17,7 @@ GRAD_STEPS = 32  # row tiles that one program adds into a partial weight gradien
 
 @triton.jit
 def _scale(square_sum, inverse_width, eps):
+    """1 / sqrt(mean x^2 + eps)."""
     return tl.rsqrt(square_sum * inverse_width + eps)
 
 
@@ -57,6 +58,7 @@ def _rows(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    """y = t / sqrt(mean t^2 + eps) (weight + OFFSET) of ROWS rows, t = x + residual rounded first (ADD), or x."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row[:, None] < rows) & (column[None, :] < WIDTH)

@@ -26,6 +26,7 @@ def _rope(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Pairs (a, b) become (a cos - b sin, b cos + a sin); INVERSE turns the other way. Columns beyond 2 HALF are copied."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)

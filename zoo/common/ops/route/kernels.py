@@ -23,6 +23,7 @@ def _route(
     BLOCK_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
+    """p = softmax(logit) over the experts, the TOP_K largest logits one after another, their p renormalised left to right."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < EXPERTS

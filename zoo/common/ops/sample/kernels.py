@@ -78,6 +78,7 @@ def _key_of(x):
 
 @triton.jit
 def _logit_of(key):
+    """The logit of an ordered key: the inverse of `_key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -295,6 +296,7 @@ def _read(state_RS, r):
 
 @triton.jit
 def _write(state_RS, r, low, high, count, mass, inside):
+    """Stores what `_read` reads."""
     tl.store(state_RS + r * _STATE, low.to(tl.int64))
     tl.store(state_RS + r * _STATE + 1, high.to(tl.int64))
     tl.store(state_RS + r * _STATE + 2, count)
@@ -594,6 +596,7 @@ def cut(
 
 @triton.jit
 def _restrict_kernel(logits, out, logit_R, last_R, width, stride, first, fill, BLOCK: tl.constexpr):
+    """`fill` for each column behind the cut (logit, id): a lower logit, or an equal one of a higher id."""
     r = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + r * stride + column, mask=column < width, other=0.0)

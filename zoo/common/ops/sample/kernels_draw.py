@@ -50,6 +50,7 @@ def _better(best, best_id, row, start, lane, width, bits, greedy):
 
 @triton.jit
 def _draw_kernel(logits, seed_R, position_R, greedy_R, best_RB, id_RB, width, stride, blocks, LANES: tl.constexpr):
+    """The best x + g of 4 LANES columns of a row, g from the four words of one Philox call a lane; greedy rows take x alone."""
     b = tl.program_id(0)
     r = tl.program_id(1).to(tl.int64)
     row = logits + r * stride
@@ -70,6 +71,7 @@ def _draw_kernel(logits, seed_R, position_R, greedy_R, best_RB, id_RB, width, st
 
 @triton.jit
 def _merge_kernel(best_RB, id_RB, token_R, blocks, BLOCKS: tl.constexpr):
+    """The best of a row's blocks, the lowest id among equals."""
     r = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     best = tl.load(best_RB + r * blocks + b, mask=b < blocks, other=-float("inf"))

@@ -43,6 +43,7 @@ def _sparse_attention(
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """o = sum_j p_j v_j over a row's list, p = softmax(scale q . latent), by a streaming softmax over tiles of LANES entries."""
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequence_ptr + row)
     begin = tl.load(starts_ptr + sequence).to(tl.int64)

@@ -19,6 +19,7 @@ def silu_times(gate, up):
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu(x_ptr, pair_ptr, y_ptr, row_stride, rows, intermediate, SOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = silu(gate) up."""
     row, column, mask = _elements(pair_ptr, rows, intermediate, SOME, ROWS, BLOCK)
     if SOME:
         if tl.max(row, 0) < 0:
@@ -41,6 +42,7 @@ def _swiglu_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """d gate = d y up (s + gate s (1 - s)) and d up = d y gate s, s = sigmoid(gate)."""
     row, column, mask = _elements(pair_ptr, rows, intermediate, SOME, ROWS, BLOCK)
     if SOME:
         if tl.max(row, 0) < 0:
