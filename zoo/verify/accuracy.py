@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ APART = {torch.bfloat16: 2.0**-6, torch.float32: 2.0**-12}
 BOUND = f"{TIMES} times our error against float64 plus one rounding to BF16 or eight to FP32"
 
 
-T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def tried(call: Callable[[], T]) -> tuple[T | None, str]:
-    """What a call of an outside kernel gives, and why it gives nothing: a law that it breaks, or whatever it raises."""
+def tried(call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Result | None, str]:
+    """What a call that runs an outside kernel gives, and why it gives nothing: a law that is broken, or whatever the kernel raises."""
     try:
-        return call(), ""
+        return call(*args, **kwargs), ""
     except LawBroken as error:
         return None, str(error)
     except KeyboardInterrupt:
@@ -76,8 +77,8 @@ def reaches(case: Case, program: Program, op: str) -> bool:
 
 def misses(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> list[str]:
     """What of a case is not as near to the reference in float64 as BOUND says, or of a published shape to our kernel; both numbers."""
-    ours = tensors(trial(case, program).call())
-    found, fault = tried(lambda: tensors(trial(case, program, replace={op: kernel}).call()))
+    ours = _outputs(trial(case, program))
+    found, fault = tried(_outputs, trial(case, program, replace={op: kernel}))
     if found is None:
         return [f"{case.name}: {fault}"]
     kinds = [[(name, t.dtype, tuple(t.shape)) for name, t in side] for side in (found, ours)]
@@ -93,6 +94,10 @@ def misses(case: Case, program: Program, op: str, kernel: Callable[..., Any]) ->
         if not far <= limit:
             out.append(f"{case.name}{what}: {against} {far:.2g}, at most {limit:.2g}")
     return out
+
+
+def _outputs(t: Trial) -> list[tuple[str, Tensor]]:
+    return tensors(t.call())
 
 
 def reference(case: Case, program: Program) -> list[tuple[str, Tensor]]:

@@ -101,7 +101,7 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
     for case in cases:
         for law in case.laws:
             say(f"{law} law, {case.name}")
-            _, fault = tried(lambda case=case, law=law: check(case, law, program, replace={op: kernel}))  # type: ignore[misc]
+            _, fault = tried(check, case, law, program, replace={op: kernel})
             kept += not fault
             broken += [f"{law} law, {case.name}: {fault}"] if fault else []
     cases = [case for case in cases if reaches(case, program, op)]
@@ -192,9 +192,12 @@ def _unlike(given: list[str], wanted: list[str]) -> str:
 
 
 def _equal(case: Case, program: Program, op: str, kernel: Callable[..., Any]) -> bool:
-    ours = trial(case, program).call()
-    _, fault = tried(lambda: assert_same_bytes(trial(case, program, replace={op: kernel}).call(), ours))
+    _, fault = tried(_assert_equal, trial(case, program, replace={op: kernel}), trial(case, program).call())
     return not fault
+
+
+def _assert_equal(t: Trial, ours: Any) -> None:
+    assert_same_bytes(t.call(), ours)
 
 
 def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[..., Any]) -> str:
@@ -204,7 +207,7 @@ def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[...
     for case in cases:
         if not case.gradients or case.device_sized or "subnormal" in case.name or "wide" in case.name:
             continue
-        theirs, fault = tried(lambda case=case: _gradients(trial(case, program, replace={op: kernel})))  # type: ignore[misc]
+        theirs, fault = tried(_gradients, trial(case, program, replace={op: kernel}))
         if theirs is None:
             return f"wrong: {case.name} has no gradient ({fault})"
         for name, expected in _gradients(trial(case, program)).items():
@@ -231,7 +234,7 @@ def _benchmark(cases: list[Case], program: Program, op: str, kernel: Callable[..
     lines: list[str] = []
     for case in chosen[:4]:
         shapes = ", ".join(f"{name} {'x'.join(map(str, t.shape))}" for name, t in _operands(case, program) if t.dim() > 1)
-        theirs, fault = tried(lambda case=case: _time(trial(case, program, replace={op: kernel}).call, program.device))  # type: ignore[misc]
+        theirs, fault = tried(_time, trial(case, program, replace={op: kernel}).call, program.device)
         if theirs is None:
             return lines, [f"benchmark, {case.name}: {fault}"]
         ours = _time(trial(case, program).call, program.device)
