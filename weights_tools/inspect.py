@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-import torch
 from rich.table import Table
 
 from weights_tools.convert import finite, has_zoo_names, match_zoo
@@ -132,8 +131,7 @@ def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
     for entry, piece in table.pieces():
         name = table.canonical(piece.published)
         tensor = piece.of(parameter(entry.ours)) if own else finite(stored[places[name]])
-        if entry.stored(tensor.dtype) is torch.float32:
-            tensor = tensor.to(torch.float32)
+        tensor = tensor.to(entry.stored(tensor.dtype))
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))
         parts.append((name, str(tensor.dtype), tuple(tensor.shape), checksum))
     return content_hash(parts)
