@@ -51,7 +51,7 @@ def test_it_climbs_rungs_1_to_5(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "toy.json"
     done = zoo(installed, "verify", "toy", "--rungs", "1-5", "--device", "cpu", "--lengths", "1,6,35,64,65", "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows = json.loads(out.read_text())["rungs"]
     assert {row["rung"] for row in rows} == {1, 2, 3, 4, 5} and all(row["ok"] for row in rows)
 
 
