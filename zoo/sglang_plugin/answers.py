@@ -50,7 +50,8 @@ def read_answer(answer: Any, prompt_ids: Sequence[int], sampling: dict[str, Any]
     meta = meta_of(answer)
     if "output_token_logprobs" not in meta:
         raise ValueError("the answer has no log-probabilities: ask for them with return_logprob=True")
-    name, count = _field(meta, "id", str), _count(meta, "completion_tokens")
+    name = _field(meta, "id", str)
+    count = _count(meta, "completion_tokens")
     if meta.get("finish_reason") is None:
         most = sampling.get("max_new_tokens", SGLANGS_MOST)
         raise ValueError(f"answer {name} is not finished: {count} of up to {most} tokens so far")
@@ -118,8 +119,10 @@ def read_routing(answer: Any, layers: int, top_k: int, experts: int | None, star
     ids, weights = (_decoded(text) for text in texts)
     if len(ids) != len(weights) or len(ids) % (4 * layers * top_k):
         raise ValueError(f"{len(ids)} bytes of experts and {len(weights)} of weights are not whole tokens of {layers} x {top_k} x 4")
-    prompt, drawn = _count(meta, "prompt_tokens"), _count(meta, "completion_tokens")
-    found, due = len(ids) // (4 * layers * top_k), max(prompt + drawn - 1 - start, 0)
+    prompt = _count(meta, "prompt_tokens")
+    drawn = _count(meta, "completion_tokens")
+    found = len(ids) // (4 * layers * top_k)
+    due = max(prompt + drawn - 1 - start, 0)
     if found != due:
         raise ValueError(
             f"the answer has routing of {found} tokens of {layers} x {top_k}, {due} are due: {prompt} of the prompt and {drawn} drawn, "
@@ -252,7 +255,8 @@ def _seed(meta: dict[str, Any], name: str, prompt_ids: Sequence[int], sampling: 
     mine = prompt_digest(prompt_ids)
     if said["prompt"] != mine:
         raise ValueError(f"answer {name} is to a prompt of digest {said['prompt']:.32}, the prompt given has {mine}")
-    asked, seed = sampling.get("sampling_seed"), int(said["seed"])
+    asked = sampling.get("sampling_seed")
+    seed = int(said["seed"])
     samples = sampling.get("n") or 1
     if asked is not None and seed not in (seed_of_sample(int(asked), i) for i in range(samples)):
         raise ValueError(f"answer {name} was drawn by seed {seed}, asked for were {samples} samples of seed {asked}")

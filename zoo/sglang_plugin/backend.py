@@ -33,7 +33,8 @@ class PagedBackend(AttentionBackend):
         self.device = runner.device
         self.forward_metadata: Step | None = None
         model: ForServing = runner.model.zoo
-        config, program = model.config, model.program
+        config = model.config
+        program = model.program
         pool = self.token_to_kv_pool
         if pool.kv_cache_layout != "nhd":
             raise ValueError(f"the key-value pool's layout is {pool.kv_cache_layout}, the zoo's pages need nhd")
@@ -69,9 +70,15 @@ class PagedBackend(AttentionBackend):
             self.forward_metadata = self.builder.decode(b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, most)
         else:
             self.forward_metadata = self.builder.extend(
-                b.req_pool_indices, b.seq_lens, b.positions, b.out_cache_loc, b.extend_seq_lens, b.extend_prefix_lens,
-                b.extend_seq_lens_cpu, b.extend_prefix_lens_cpu,
-            )  # fmt: skip
+                b.req_pool_indices,
+                b.seq_lens,
+                b.positions,
+                b.out_cache_loc,
+                b.extend_seq_lens,
+                b.extend_prefix_lens,
+                b.extend_seq_lens_cpu,
+                b.extend_prefix_lens_cpu,
+            )
             self.pool.begin(b.rids, b.req_pool_indices, b.extend_prefix_lens, b.extend_seq_lens_cpu, b.extend_prefix_lens_cpu)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -28,7 +28,8 @@ class Taken:
     host_SLC: Tensor
 
     def map_device_tensors(self, copy: Callable[[Tensor], Tensor]) -> None:
-        self.slot_R, self.entry_RLC = copy(self.slot_R), copy(self.entry_RLC)
+        self.slot_R = copy(self.slot_R)
+        self.entry_RLC = copy(self.entry_RLC)
 
     def finalize(self) -> None:
         self.host_SLC[self.slot_R] = self.entry_RLC
@@ -42,7 +43,8 @@ class RoutingCapturer:
     """
 
     def __init__(self, layers: int, top_k: int, rows: int, slots: int, device: torch.device | str) -> None:
-        self.rows, self.top_k = rows, top_k
+        self.rows = rows
+        self.top_k = top_k
         self.entry_RLC = torch.zeros(rows, layers, 2 * top_k, dtype=torch.int32, device=device)
         self.host_SLC = torch.zeros(slots, layers, 2 * top_k, dtype=torch.int32)
         self._weights: Tensor | None = None
@@ -79,7 +81,8 @@ class RoutingCapturer:
 
     def weights(self) -> Tensor:
         """FP32 [tokens, layers, K], beside the experts that `get_topk` gave last."""
-        weights, self._weights = self._weights, None
+        weights = self._weights
+        self._weights = None
         assert weights is not None
         return weights
 
@@ -93,7 +96,8 @@ def around_create(original: Callable[..., Any], **given: Any) -> Any:
         return original(**given)
     if not args.enable_return_routed_experts:
         return None
-    config, running = given["model"].zoo.config, given["max_running_requests"]
+    config = given["model"].zoo.config
+    running = given["max_running_requests"]
     chunk = get_schedule().chunked_prefill_size
     # without chunks a prefill takes whole prompts until it has enough
     most = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens + given["model_config"].context_len

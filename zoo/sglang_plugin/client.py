@@ -84,7 +84,9 @@ def _first_words(error: Exception) -> str:
 
 def _body(answer: Any) -> bytes:
     """All of a body, in bounds: a socket's own timeout starts anew with each byte."""
-    deadline, pieces, size = time.monotonic() + PATIENCE, [], 0
+    deadline = time.monotonic() + PATIENCE
+    pieces = []
+    size = 0
     while piece := answer.read1(PIECE):
         pieces.append(piece)
         size += len(piece)

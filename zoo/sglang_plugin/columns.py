@@ -21,7 +21,8 @@ class HostColumn:
 
     def __init__(self, column: Tensor) -> None:
         self._values: list[float] | None = None
-        self._column, self._event = column, None
+        self._column = column
+        self._event = None
         if column.is_cuda:
             self._column = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
             self._column.copy_(column, non_blocking=True)
@@ -68,12 +69,15 @@ class WeightsState:
     """
 
     def __init__(self, version: Callable[[], str]) -> None:
-        self.writes, self.flushed = 0, True
+        self.writes = 0
+        self.flushed = True
         self.found: str | None = None
         self._version = version
 
     def written(self) -> None:
-        self.writes, self.flushed, self.found = self.writes + 1, False, None
+        self.writes = self.writes + 1
+        self.flushed = False
+        self.found = None
 
     def find(self) -> str:
         self.found = self._version()
@@ -85,7 +89,9 @@ class WeightsColumn:
     read: weights that were written after a step's launch may have reached it."""
 
     def __init__(self, state: WeightsState) -> None:
-        self._state, self._writes, self._flushed = state, state.writes, state.flushed
+        self._state = state
+        self._writes = state.writes
+        self._flushed = state.flushed
 
     def __getitem__(self, i: int) -> str | None:
         state = self._state

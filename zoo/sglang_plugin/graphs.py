@@ -41,7 +41,9 @@ class BoundedGraphRunner(DecodeCudaGraphRunner):
 
     def _capture_one_stream(self, stream_idx: int | None = None) -> None:
         super()._capture_one_stream(stream_idx)
-        backend, model, args = self.attn_backend, self.model_runner.model, resolved(self.model_runner.server_args)
+        backend = self.attn_backend
+        model = self.model_runner.model
+        args = resolved(self.model_runner.server_args)
         assert isinstance(model, Served)
         most = 0 if args.disable_prefill_cuda_graph else model.most_rows(args.chunked_prefill_size)
         length = min(model.zoo.captured_length, backend.context)
@@ -54,7 +56,8 @@ class BoundedGraphRunner(DecodeCudaGraphRunner):
 
     def load_batch(self, forward_batch: Any, *more: Any, **named: Any) -> Any:
         loaded = super().load_batch(forward_batch, *more, **named)
-        info, draws = forward_batch.sampling_info, self.attn_backend.draws
+        info = forward_batch.sampling_info
+        draws = self.attn_backend.draws
         assert draws is not None
         draws.bind(info.rows if isinstance(info, RowsBatchInfo) else None)
         return loaded

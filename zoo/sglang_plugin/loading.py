@@ -55,7 +55,8 @@ def _pieces(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
 
     A tied parameter and its alias come last, together: one is compared with the other.
     """
-    device, table = next(zoo.parameters()).device, zoo.table_of()
+    device = next(zoo.parameters()).device
+    table = zoo.table_of()
     wide = [entry for entry in table.entries if entry.stored(torch.bfloat16) is torch.float32]
     fp32 = {p.published for entry in wide for layout in entry.layouts for p in layout}
     tied = {entry.ours for entry in table.entries if entry.optional_alias}
@@ -79,6 +80,7 @@ def _pieces(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
         size += 0 if tensor.is_cuda else tensor.nbytes
         if size >= LOAD_BYTES:
             yield of(piece)
-            piece, size = [], 0
+            piece = []
+            size = 0
     if piece or last:
         yield of(piece + last)

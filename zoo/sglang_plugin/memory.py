@@ -51,7 +51,8 @@ class StepPager:
 
     def write(self, new: Sequence[Tensor], pages: Sequence[Tensor], rows: Rows, tokens_a_row: int = 1) -> None:
         assert tokens_a_row == 1 and len(new) == 2, "SGLang's pools hold a key and a value of each token"
-        (k_RGE, v_RGE), (k_SGE, v_SGE) = new, (page.view(-1, *page.shape[2:]) for page in pages)
+        k_RGE, v_RGE = new
+        k_SGE, v_SGE = (page.view(-1, *page.shape[2:]) for page in pages)
         _writer(k_RGE)(k_RGE, v_RGE, k_SGE, v_SGE, self.step.slot_R, self.step.tail_R, self.step.decode)
 
 
@@ -76,7 +77,8 @@ def _append(k_RGE: Tensor, v_RGE: Tensor, k_SGE: Tensor, v_SGE: Tensor, slot_R: 
     for slot, tail in zip(slot_R.tolist(), tail_R.tolist(), strict=True):
         k_SGE[slot + 1 : slot + 1 + tail] = 0
         v_SGE[slot + 1 : slot + 1 + tail] = 0
-    k_SGE[slot_R], v_SGE[slot_R] = k_RGE, v_RGE
+    k_SGE[slot_R] = k_RGE
+    v_SGE[slot_R] = v_RGE
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,10 @@ class StepBuilder:
     """Makes steps from what SGLang says about a batch. request_to_slot [requests, positions]: slot of each token."""
 
     def __init__(self, request_to_slot: Tensor, page_size: int, segment: int | None, positions: int) -> None:
-        self.request_to_slot, self.page_size, self.segment, self.positions = request_to_slot, page_size, segment, positions
+        self.request_to_slot = request_to_slot
+        self.page_size = page_size
+        self.segment = segment
+        self.positions = positions
 
     def bound(self, longest: int) -> Bound:
         return Bound(min(longest, self.positions), self.page_size, self.segment)
@@ -162,14 +167,20 @@ class StepBuilder:
 
     def decode(self, request_N: Tensor, length_N: Tensor, positions_N: Tensor, slot_N: Tensor, longest: int) -> Step:
         """One new row of each sequence, whose length counts it."""
-        bound, count, device = self.bound(longest), request_N.shape[0], request_N.device
+        bound = self.bound(longest)
+        count = request_N.shape[0]
+        device = request_N.device
         table = torch.empty(count, bound.columns, dtype=torch.int32, device=device)
         lengths, tails = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
         self.fill(request_N, length_N, table, lengths, tails)
         rows = Rows(
-            positions_N, torch.arange(count, device=device), torch.arange(count + 1, dtype=torch.int32, device=device), lengths,
-            max_rows=1, max_length=bound.length,
-        )  # fmt: skip
+            positions_N,
+            torch.arange(count, device=device),
+            torch.arange(count + 1, dtype=torch.int32, device=device),
+            lengths,
+            max_rows=1,
+            max_length=bound.length,
+        )
         return Step(rows, table, slot_N, tails, request_N)
 
     def extend(
@@ -184,7 +195,8 @@ class StepBuilder:
         contexts: Sequence[int],
     ) -> Step:
         """`counts[n]` new rows of sequence n after `contexts[n]` tokens, known on host and device; no synchronisation."""
-        count, device = len(counts), request_N.device
+        count = len(counts)
+        device = request_N.device
         bound = self.bound(max(c + before for c, before in zip(counts, contexts, strict=True)))
         table = torch.empty(count, bound.columns, dtype=torch.int32, device=device)
         lengths = torch.empty(count, dtype=torch.int32, device=device)
@@ -228,7 +240,8 @@ class GraphSteps:
     """
 
     def __init__(self, builder: StepBuilder, largest: int, context: int, device: torch.device | str) -> None:
-        self.builder, self.lengths = builder, graph_lengths(context, builder.segment)
+        self.builder = builder
+        self.lengths = graph_lengths(context, builder.segment)
         self.tables = {
             length: torch.zeros(largest * builder.bound(length).columns, dtype=torch.int32, device=device) for length in self.lengths
         }
@@ -298,7 +311,8 @@ class PaddedStep:
     def fill(self, ids_R: Tensor, live: Step) -> None:
         """The next live rows, on the current stream."""
         self.padded.fill(ids_R, live.rows, live.table_NB)
-        rows, sequences = live.rows.count, live.request_N.shape[0]
+        rows = live.rows.count
+        sequences = live.request_N.shape[0]
         self._pad(rows, sequences)
         self.step.slot_R[:rows].copy_(live.slot_R)
         self.step.tail_R[:rows].copy_(live.tail_R)
@@ -319,7 +333,8 @@ class PrefillSteps:
     """
 
     def __init__(self, builder: StepBuilder, length: int, most: int, device: torch.device | str) -> None:
-        self.length, self.most = length, most
+        self.length = length
+        self.most = most
         self.steps = {count: PaddedStep(builder, count, length, device) for count in prefill_counts(length, most)}
         self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pushed = 0

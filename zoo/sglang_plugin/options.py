@@ -220,7 +220,8 @@ def widened(chunk: int, page: int) -> int:
 
 def _check_chunks(args: Any) -> None:
     """Chunks of prefill are whole pages."""
-    given, page = args.chunked_prefill_size, args.page_size
+    given = args.chunked_prefill_size
+    page = args.page_size
     if given is not None and given > 0 and given % page:
         raise ValueError(f"--chunked-prefill-size {given} is not a multiple of the model's page of {page} tokens")
 

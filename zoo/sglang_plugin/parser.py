@@ -20,7 +20,8 @@ def register_parser() -> None:
         """A plain configuration: SGLang's own class for these models would switch on its pools for recurrent layers."""
 
         def parse(self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any) -> Any:
-            fields, generation = read_config(model, revision), read_generation(locate(model, revision))
+            fields = read_config(model, revision)
+            generation = read_generation(locate(model, revision))
             return PretrainedConfig(**served_fields(fields, generation))
 
     register_model_config_parser(PARSER)(HybridParser)

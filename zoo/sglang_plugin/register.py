@@ -127,7 +127,8 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
-    runner.sampler.program, runner.sampler.weights = runner.model.zoo.program, runner.model.weights
+    runner.sampler.program = runner.model.zoo.program
+    runner.sampler.weights = runner.model.weights
     assert_active(runner)
     printed = runner.model.zoo.fingerprint()
     weights = printed.weights if runner.model.complete else "are not there yet: push all of them"
@@ -189,7 +190,8 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
         runner = scheduler.tp_worker.model_runner
-        draws, prefills = runner.attn_backend.draws, runner.attn_backend.prefills
+        draws = runner.attn_backend.draws
+        prefills = runner.attn_backend.prefills
         printed = None
         if not released:
             assert_unhooked(runner.model)  # SGLang has options that register some after the model was loaded
@@ -247,7 +249,8 @@ def around_update_from_disk(
     """(success, message). The files are read twice: once to check every tensor, and only then into the parameters."""
     if not _of_zoo(updater):
         return original(updater, model_path, load_format, weight_name_filter, recapture_cuda_graph)
-    model, before = updater.get_model(), updater.model_config.model_path
+    model = updater.get_model()
+    before = updater.model_config.model_path
     model.checking = True
     try:
         found = _answered(lambda: original(updater, model_path, load_format, weight_name_filter, False))

@@ -28,10 +28,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # fields of the request itself that the plugin does not serve
 UNSERVED = (
-    "lora_path", "lora_id", "return_entropy", "return_indexer_topk", "custom_logit_processor", "return_hidden_states",
-    "return_sampling_mask", "image_data", "video_data", "audio_data", "input_embeds", "session_params", "positional_embed_overrides",
-    "sampling_logprobs_mode", "watermark",
-)  # fmt: skip
+    "lora_path",
+    "lora_id",
+    "return_entropy",
+    "return_indexer_topk",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "session_params",
+    "positional_embed_overrides",
+    "sampling_logprobs_mode",
+    "watermark",
+)
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
@@ -57,7 +69,8 @@ def sampling_params(given: Any, seed: int | None = None) -> SamplingParams:
             raise ValueError(f"{name}={value!r} changes the logits in a way that the trainer can't replay")
     if field("beam_width", 1) != 1:
         raise ValueError(f"beam_width={field('beam_width', 1)} is not sampling: only drawn tokens are served")
-    temperature, top_k = float(field("temperature", 1.0)), int(field("top_k", -1))
+    temperature = float(field("temperature", 1.0))
+    top_k = int(field("top_k", -1))
     seed = field("sampling_seed", seed)
     if seed is None:
         raise RuntimeError("a request that draws has no seed: the hook on TokenizerManager._send_one_request is not active")

@@ -37,7 +37,9 @@ def passed_over(req: Any) -> bool:
 
 def _of_the_others(processor: Any, batch: Any, result: Any, passed: list[bool]) -> torch.Tensor:
     """The batch's prompt log-probabilities [W] without those of the requests that are passed over."""
-    column_W, kept, begin = result.logits_output.input_token_logprobs, [], 0
+    column_W = result.logits_output.input_token_logprobs
+    kept = []
+    begin = 0
     lengths = zip(result.extend_input_len_per_req, result.extend_logprob_start_len_per_req, strict=True)
     for req, skip, (length, start) in zip(batch.reqs, passed, lengths, strict=True):
         end = begin + max(processor.logprob_result_processor.calculate_num_input_logprobs(req, length, start), 0)

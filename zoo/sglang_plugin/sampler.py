@@ -38,7 +38,8 @@ class RowsBatchInfo(SamplingBatchInfo):
 
     def adjusted_merge_batch(self, other: SamplingBatchInfo) -> None:
         assert self.rows is not None and isinstance(other, RowsBatchInfo) and other.rows is not None
-        self.rows, self.bounds = joined(self.rows, other.rows), self.bounds + other.bounds
+        self.rows = joined(self.rows, other.rows)
+        self.bounds = self.bounds + other.bounds
 
 
 def with_rows(info: SamplingBatchInfo, requests: list[Any], device: torch.device | str) -> RowsBatchInfo:

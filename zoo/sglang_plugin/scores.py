@@ -49,7 +49,8 @@ def prompt_scores(
         return None
     if targets_W.shape[0] != len(index):
         raise ValueError(f"{targets_W.shape[0]} prompt tokens for {len(index)} scored rows")
-    head_VD, program = model.model.head_weight_VD, model.program
+    head_VD = model.model.head_weight_VD
+    program = model.program
     assert isinstance(head_VD, Tensor)
     hidden_WD = hidden_RD
     if len(index) != hidden_RD.shape[0]:
@@ -62,7 +63,8 @@ def prompt_scores(
         out.input_top_logprobs_idx = _by_sequence(ids, lengths, top_nums)
         out.input_top_logprobs_val = _by_sequence(values, lengths, top_nums)
     if any(wanted is not None for wanted in wanted_ids):
-        out.input_token_ids_logprobs_val, out.input_token_ids_logprobs_idx = [], []
+        out.input_token_ids_logprobs_val = []
+        out.input_token_ids_logprobs_idx = []
         start = 0
         for length, wanted in zip(lengths, wanted_ids, strict=True):
             repeated = [] if wanted is None else [list(wanted)] * max(length, 0)
@@ -80,7 +82,8 @@ def prompt_scores(
 def _by_sequence(values_WK: Tensor, lengths: Sequence[int], nums: Sequence[int]) -> list[list[list[float]]]:
     """Rows cut into sequences, each row to what its sequence asked for."""
     rows = values_WK.tolist()
-    out, start = [], 0
+    out = []
+    start = 0
     for length, num in zip(lengths, nums, strict=True):
         out.append([row[:num] for row in rows[start : start + max(length, 0)]])
         start += max(length, 0)

@@ -91,9 +91,14 @@ class Served(nn.Module):
         if forward_batch.return_logprob:
             b = forward_batch
             scores = prompt_scores(
-                self.zoo, hidden_RD, b.extend_input_logprob_token_ids_gpu, b.extend_seq_lens_cpu, b.extend_logprob_start_lens_cpu,
-                b.top_logprobs_nums, b.token_ids_logprobs,
-            )  # fmt: skip
+                self.zoo,
+                hidden_RD,
+                b.extend_input_logprob_token_ids_gpu,
+                b.extend_seq_lens_cpu,
+                b.extend_logprob_start_lens_cpu,
+                b.top_logprobs_nums,
+                b.token_ids_logprobs,
+            )
             for name, value in vars(scores).items() if scores is not None else ():
                 setattr(output, name, value)
         return output
@@ -135,7 +140,8 @@ class Served(nn.Module):
         except Exception as error:
             if self.weights.writes == before:
                 raise
-            self._arrived, self.complete = set(), False
+            self._arrived = set()
+            self.complete = False
             raise RuntimeError(f"a part of the weights was written, push all of them again: {error}") from error
 
     def start(self, dummy: bool) -> None:
@@ -166,7 +172,8 @@ class _CaptureRouting:
     """Hands each layer's routing to the capturer; it sees ops and changes none."""
 
     def __init__(self) -> None:
-        self.layer, self.capturer = 0, capturer()
+        self.layer = 0
+        self.capturer = capturer()
 
     def __call__(self, contract: Any, arguments: dict[str, Any], result: Any) -> None:
         if contract.name == "route":

@@ -20,7 +20,8 @@ def extend_slots(prefix_N: Tensor, length_N: Tensor, last_N: Tensor, free_P: Ten
 
     First the rest of the page that holds the prefix's last token (slot last_N), then free pages in the order given.
     """
-    prefix_N, length_N = prefix_N.long(), length_N.long()
+    prefix_N = prefix_N.long()
+    length_N = length_N.long()
     count_N = length_N - prefix_N
     start_N = count_N.cumsum(0) - count_N
     first_N = (prefix_N + page - 1) // page  # the first block of a sequence that takes a free page

@@ -36,7 +36,9 @@ class HybridPool:
         paged = sum(isinstance(layer, KeyValueLayer) for layer in layers)
         if len(pages.k_pages) != paged:
             raise ValueError(f"the key-value pool has {len(pages.k_pages)} layers, the model has {paged} of attention")
-        self.layers, self.pages, self.slots = tuple(layers), pages, tuple(slots)
+        self.layers = tuple(layers)
+        self.pages = pages
+        self.slots = tuple(slots)
         self._remembered = 4 * requests
         self._ends: dict[str, int] = {}
 

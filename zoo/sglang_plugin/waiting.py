@@ -45,7 +45,8 @@ def around_input(original: Callable[..., Any], scheduler: Any, recv_reqs: Any) -
     if scheduler.server_args.attention_backend in PROGRAMS:
         model = scheduler.tp_worker.model_runner.model
         if model.waiting:
-            waited, model.waiting = model.waiting, []
+            waited = model.waiting
+            model.waiting = []
             recv_reqs = [*waited, *recv_reqs]
     return original(scheduler, recv_reqs)
 

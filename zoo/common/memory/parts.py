@@ -34,7 +34,10 @@ class PagePart:
             raise ValueError(f"a page holds at least 1 token, not {page_size}")
         if page_size % tokens_a_row:
             raise ValueError(f"a page of {page_size} tokens does not hold whole rows of {tokens_a_row}")
-        self.name, self.pages, self.page_size, self.tokens_a_row = name, pages, page_size, tokens_a_row
+        self.name = name
+        self.pages = pages
+        self.page_size = page_size
+        self.tokens_a_row = tokens_a_row
         self.tensors = {
             each: torch.zeros(layers, pages, page_size // tokens_a_row, *shape, dtype=dtype, device=device)
             for each, (dtype, shape) in kept.items()
@@ -69,7 +72,8 @@ class PagePart:
 
     def written(self, pages: Sequence[int], length: int) -> dict[str, Tensor]:
         """The cached bytes of one sequence of `length` tokens, [layers, rows, ...] each, for comparisons."""
-        index, rows = torch.tensor(pages, device=self._device), length // self.tokens_a_row
+        index = torch.tensor(pages, device=self._device)
+        rows = length // self.tokens_a_row
         # selected rows are a copy already
         return {name: tensor.index_select(1, index).flatten(1, 2)[:, :rows] for name, tensor in self.tensors.items()}
 
@@ -95,7 +99,9 @@ class SlotPart:
     ) -> None:
         if slots < 2:
             raise ValueError(f"{name} memory needs at least 2 slots (one is reserved for padding), got {slots}")
-        self.name, self.slots, self.layers = name, slots, layers
+        self.name = name
+        self.slots = slots
+        self.layers = layers
         self.pools = {each: torch.zeros(layers, slots, *shape, dtype=dtype, device=device) for each, (dtype, shape) in kept.items()}
         self.from_zero = tuple(self.pools) if from_zero is None else tuple(from_zero)
 

@@ -45,7 +45,8 @@ class TablePager:
 
             write_pages(new, pages, self.page_table_NB, rows, tokens_a_row)
             return
-        index_R, sequence_R = rows.positions_R // tokens_a_row, rows.sequence_R
+        index_R = rows.positions_R // tokens_a_row
+        sequence_R = rows.sequence_R
         complete = ((rows.positions_R + 1) % tokens_a_row == 0).nonzero()[:, 0] if tokens_a_row > 1 else slice(None)
         for row_R, page in zip(new, pages, strict=True):
             size = page.shape[1]

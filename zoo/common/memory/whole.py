@@ -91,8 +91,11 @@ class Memory:
         for held in slot_parts:
             if held.slots != slot_parts[0].slots:
                 raise ValueError(f"{held.name} has {held.slots} slots, {slot_parts[0].name} {slot_parts[0].slots}")
-        self.page_parts, self.slot_parts, self.layers = tuple(page_parts), tuple(slot_parts), tuple(layers)
-        self.page_size, self.pages = first.page_size, first.pages
+        self.page_parts = tuple(page_parts)
+        self.slot_parts = tuple(slot_parts)
+        self.layers = tuple(layers)
+        self.page_size = first.page_size
+        self.pages = first.pages
         self.slots = slot_parts[0].slots - 1 if slot_parts else 0
         self.grain = math.lcm(*(part.grain for part in slot_parts)) if slot_parts else 1
         self.snapshots = self.slots if snapshots is None else snapshots

@@ -25,7 +25,8 @@ class ZooHybridForCausalLM(Served):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         # SGLang's pool has the layers of this range, so the attention layers stand in it one after another
-        self.start_layer, self.end_layer = 0, sum(self.zoo.config.full)
+        self.start_layer = 0
+        self.end_layer = sum(self.zoo.config.full)
 
     def reserve(self, requests: int) -> None:
         try:
