@@ -22,8 +22,14 @@ NAMES = {
     ("qwen3_5", "4b"): "Qwen3.5-4B",
     ("qwen3_5_moe", "35b-a3b"): "Qwen3.5-35B-A3B",
 }
-INK, SOFT, LINE, PAGE = "#1b1f24", "#5a6472", "#dde2e8", "#ffffff"
-FASTER, SLOWER, CALM, WARM = "#1a7f4b", "#b42318", "#e7f1ec", "#f3f5f8"
+INK = "#1b1f24"
+SOFT = "#5a6472"
+LINE = "#dde2e8"
+PAGE = "#ffffff"
+FASTER = "#1a7f4b"
+SLOWER = "#b42318"
+CALM = "#e7f1ec"
+WARM = "#f3f5f8"
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 SUBTITLE = (
     "One NVIDIA H200. A dot is one measurement: the zoo's time over its rival's, the last row of each in benchmarks/results/h200.jsonl."
@@ -160,10 +166,13 @@ def cost(rows: list[dict[str, Any]]) -> str:
         ("Serving, against stock SGLang as it comes", serving(rows)),
         ("Single ops, against the fastest unaligned kernel", ops(rows)),
     )
-    left, right, step = 300, 910, 24
+    left = 300
+    right = 910
+    step = 24
     height = 110 + sum(66 + step * len(panel) for _, panel in panels)
     d = Drawing(960, height, "What equal bytes cost: our time over the rival's on one H200")
-    low, high = math.log(0.19), math.log(4.0)
+    low = math.log(0.19)
+    high = math.log(4.0)
 
     def x(ratio: float) -> float:
         return left + (right - left) * (math.log(ratio) - low) / (high - low)

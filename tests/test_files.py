@@ -41,7 +41,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_a_living_writer_s_is_not(tmp_path: Path) -> None:
-    dead, alive = writer(tmp_path / "dead"), writer(tmp_path / "alive")
+    dead = writer(tmp_path / "dead")
+    alive = writer(tmp_path / "alive")
     dead.send_signal(signal.SIGKILL)
     dead.wait()
     assert len(names(tmp_path)) == 2 and all(name.endswith(".unfinished") for name in names(tmp_path))
@@ -65,7 +66,8 @@ def test_a_folder_that_only_looks_abandoned_stays(tmp_path: Path) -> None:
 
 
 def test_a_file_beside_is_not_the_writer_s(tmp_path: Path) -> None:
-    victim, out = tmp_path / "victim", tmp_path / "r.json"
+    victim = tmp_path / "victim"
+    out = tmp_path / "r.json"
     victim.write_text("mine")
     (tmp_path / "r.json.part").symlink_to(victim)
     write_file(out, "one")
@@ -83,7 +85,8 @@ def test_a_store_truncates_no_file_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_link_and_a_device_are_written_in_place(tmp_path: Path) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
+    target = tmp_path / "target"
+    link = tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
     write_file(link, "through")
@@ -111,7 +114,9 @@ def test_a_folder_that_fills_the_disk_is_one_sentence_and_leaves_nothing(tmp_pat
 
 def test_content_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    sync, rename, replace = os.fsync, os.rename, os.replace
+    sync = os.fsync
+    rename = os.rename
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), sync(fd)))
     monkeypatch.setattr(os, "rename", lambda a, b: (order.append("rename"), rename(a, b)))
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b)))

@@ -139,9 +139,20 @@ def generate(
 
     check_file("--json", json_file)
     made = generate_command(
-        checkpoint, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        ignore_eos=ignore_eos, device=device, revision=revision, json=json_file, progress=sys.stderr.isatty(),
-    )  # fmt: skip
+        checkpoint,
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        device=device,
+        revision=revision,
+        json=json_file,
+        progress=sys.stderr.isatty(),
+    )
     for generation in made:
         typer.echo(printable(f"{generation.prompt}{generation.text}", keep="\n\t"))
 

@@ -56,7 +56,8 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     """
     if not exact.is_floating_point():
         return float((found != exact).double().mean()) if exact.numel() else 0.0
-    found, exact = found.detach().double(), exact.detach().double()
+    found = found.detach().double()
+    exact = exact.detach().double()
     same = (found == exact) | ((found - exact).abs() < torch.finfo(torch.float32).tiny)
     scale = float(exact[exact.isfinite()].norm())
     error = float((found - exact)[~same].norm())
@@ -65,7 +66,8 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 def reaches(case: Case, program: Program, op: str) -> bool:
     """Whether a case calls this op itself; one of rms_norm may call add_rms_norm alone."""
-    public, calls = trial(case, program).op(op), []
+    public = trial(case, program).op(op)
+    calls = []
 
     def counted(*args: Any, **names: Any) -> Any:
         calls.append(op)

@@ -94,12 +94,14 @@ def numbers(shape: Shape, kind: str, name: str, program: Program, scale: float =
 def _linear(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
     n, k, parts = shape
     dtype = torch.float32 if part == "float32" else program.torch_dtype
-    made, weight = ("", 0.0), torch.empty(0)
+    made = ("", 0.0)
+    weight = torch.empty(0)
     for kind in KINDS:
         # a subnormal x meets a weight large enough for sums that are subnormal too
         wanted = ("wide" if kind == "wide" else "normal", 2.0**10 if kind == "subnormal" else k**-0.5)
         if wanted != made:
-            made, weight = wanted, _repeated(numbers((min(n, DRAWN), k), wanted[0], "weight", program, wanted[1]), n)
+            made = wanted
+            weight = _repeated(numbers((min(n, DRAWN), k), wanted[0], "weight", program, wanted[1]), n)
         x = _repeated(numbers((min(rows, DRAWN), k), kind, "x", program), rows)
         yield kind, [(x[:count], weight, dtype, parts) for count in _counts(rows)]
 
@@ -129,9 +131,11 @@ def _repeated(x: Tensor, count: int) -> Tensor:
 
 def compare(task: Task, program: Program) -> Outcome:
     """The candidate twice against the defining provider once, over row counts and kinds of data."""
-    candidate, defining = provider_of(task.op, task.candidate), defining_of(task.op, task.shape, program)
+    candidate = provider_of(task.op, task.candidate)
+    defining = defining_of(task.op, task.shape, program)
     assert defining is not None
-    checks, begin = 0, time.monotonic()
+    checks = 0
+    begin = time.monotonic()
     try:
         with torch.no_grad():
             for kind, calls in _TRIALS[task.op](task.shape, task.part, task.rows, program):
@@ -210,7 +214,10 @@ def side_by_side(
 
     modules: imported by each worker first, for providers that register themselves.
     """
-    waiting, outcomes, workers, stopped = deque(tasks), queue.Queue[tuple[Task, Outcome]](), list[Worker](), threading.Event()
+    waiting = deque(tasks)
+    outcomes = queue.Queue[tuple[Task, Outcome]]()
+    workers = list[Worker]()
+    stopped = threading.Event()
     left = dict.fromkeys(tasks)
 
     def serve() -> None:

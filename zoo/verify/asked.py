@@ -62,7 +62,8 @@ def rungs_of(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"--rungs {text!r} must be like 3, 1,3 or 1-5")
-        lowest, highest = int(first), int(last or first)
+        lowest = int(first)
+        highest = int(last or first)
         if lowest > highest:
             raise ValueError(f"--rungs {text!r}: {lowest}-{highest} goes down, the ladder is climbed up: {highest}-{lowest}")
         if lowest < 1 or highest > len(RUNGS):

@@ -79,7 +79,8 @@ class Call:
         batch = arguments.get("rows")
         if self.contract.history and isinstance(batch, Rows):
             history = self.history
-            n, position = int(batch.sequence_R[row]), int(batch.positions_R[row])
+            n = int(batch.sequence_R[row])
+            position = int(batch.positions_R[row])
             first = int(batch.starts_N1[n])
             if history is None or history.takes_push:
                 mine = slice(first, row + 1)

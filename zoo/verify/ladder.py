@@ -25,7 +25,8 @@ REFERENCE = "the packed batch of training"
 SILENT = Tap()
 # AdamW's step: smaller ones are rounded away from BF16 weights; but every input of a row moves its sum, so that one which suits a
 # tiny model's width makes nearly every token of a wide one certain, and comparisons empty
-RATE, SMALL_WIDTH = 1e-3, 128
+RATE = 1e-3
+SMALL_WIDTH = 128
 Way = Callable[[Tap], Iterator[Seen]]
 
 
@@ -70,7 +71,11 @@ class Ladder:
         wrote: Callable[[Row, float], None] = lambda row, seconds: None,
         engine: str = "embedded",
     ) -> None:
-        self.subject, self.settings, self.say, self.wrote, self.engine = subject, settings, say, wrote, engine
+        self.subject = subject
+        self.settings = settings
+        self.say = say
+        self.wrote = wrote
+        self.engine = engine
         subject.draw(settings.lengths)
         fingerprint = subject.trainer.fingerprint()
         fingerprint.check(subject.server.fingerprint())
@@ -190,7 +195,8 @@ class Ladder:
     def _same_gradients(self, rung: int, what: str, *, checkpointed: bool) -> None:
         self.say(what)
         first = {name: gradient.cpu() for name, gradient in self._gradients(False).items()}  # a GPU may not hold both
-        tally, unusable = Tally(), []
+        tally = Tally()
+        unusable = []
         for name, other in self._gradients(checkpointed).items():
             gradient = first[name].to(other.device)
             tally.bytes(gradient.flatten(), other.flatten(), name)
@@ -204,18 +210,22 @@ class Ladder:
 
     def _gradients(self, checkpointed: bool) -> dict[str, Tensor]:
         """Gradients of a weighted sum of log-probabilities, moved out of the parameters; of all that the architecture does not freeze."""
-        subject, trainer, documents = self.subject, self.subject.trainer, self.short()
+        subject = self.subject
+        trainer = self.subject.trainer
+        documents = self.short()
         ids, targets = (torch.cat([of(d) for d in documents]) for of in (subject.ids, subject.targets))
         cu_seqlens = ways.offsets([subject.length(d) for d in documents], subject.device)
         trainer.zero_grad(set_to_none=True)
         weight = torch.linspace(0.5, 1.5, ids.shape[0], device=subject.device)
-        before, trainer.gradient_checkpointing = trainer.gradient_checkpointing, checkpointed
+        before = trainer.gradient_checkpointing
+        trainer.gradient_checkpointing = checkpointed
         trainer.train()
         scores = trainer.score(ids, cu_seqlens, targets)
         assert isinstance(scores, Tensor)
         (scores * weight).sum().backward()
         trainer.gradient_checkpointing = before
-        out, table = {}, trainer.table_of()
+        out = {}
+        table = trainer.table_of()
         for name, parameter in trainer.named_parameters():
             if not table.parameters[name].trainable:
                 continue
@@ -225,7 +235,9 @@ class Ladder:
 
     def _launches(self) -> None:
         """Rung 2: batch shapes and autograd modes of the trainer."""
-        subject, everything, short = self.subject, self.documents, self.short()
+        subject = self.subject
+        everything = self.documents
+        short = self.short()
         reference, empty = self._reference()
 
         def alone(tap: Tap) -> Iterator[Seen]:
@@ -253,7 +265,8 @@ class Ladder:
 
     def _engines(self, rung: int, settings: Settings, prefix: str) -> None:
         """Rung 3: serving against training, log-probabilities and every cached byte after every push."""
-        subject, documents = self.subject, self.documents
+        subject = self.subject
+        documents = self.documents
         reference, empty = self._reference()
         own = subject.server.make_memory(2, slots=1).page_size
 
@@ -278,7 +291,8 @@ class Ladder:
             self.not_run(rung, f"decode by CUDA graph at batch {batches}", "CUDA graphs need a GPU")
             return
         for batch in settings.graph_batches:
-            what, way = f"decode by CUDA graph at batch {batch}", self._graph(batch, settings.graph_steps)
+            what = f"decode by CUDA graph at batch {batch}"
+            way = self._graph(batch, settings.graph_steps)
             self._compare(rung, prefix + what, reference, empty, way, subject.server, what + after)
 
     def _graph(self, batch: int, steps: int) -> Way:
@@ -313,7 +327,8 @@ class Ladder:
 
     def _steps(self, source: Sampler, scorer: live.Scorer) -> None:
         """Rung 5: optimizer steps on fixed data, the weights pushed into the server, rungs 3 and 4 again."""
-        subject, settings = self.subject, self.settings.again()
+        subject = self.subject
+        settings = self.settings.again()
         trainer = subject.trainer
         rate = min(RATE, RATE * SMALL_WIDTH / trainer.config.hidden)
         optimizers: list[tuple[str, torch.optim.Optimizer]] = [
@@ -343,7 +358,8 @@ class Ladder:
 
     def _push(self, label: str) -> Tally:
         """Published tensors of the trainer into the server, and a comparison of every byte of them."""
-        mine, theirs = self.subject.trainer, self.subject.server
+        mine = self.subject.trainer
+        theirs = self.subject.server
         theirs.load_weights(mine.published_tensors(), label)
         tally = Tally()
         for (name, a), (_, b) in zip(mine.published_tensors(), theirs.published_tensors(), strict=True):

@@ -32,7 +32,8 @@ PARAMS = (
 def sample(subject: Subject, settings: Settings, sampler: Sampler) -> list[Completion]:
     """Draws: prompts of different lengths, greedy, temperatures and filters mixed, all at once."""
     longest = subject.trainer.config.positions - settings.drawn
-    prompts, params = [], []
+    prompts = []
+    params = []
     for i in range(settings.requests):
         document = subject.ids(i % len(subject.documents)).tolist()
         # a second request of a document reads another prefix of it
@@ -80,7 +81,8 @@ class Scorer:
 
     def score(self, completions: list[Completion]) -> Scores:
         """The trainer's scores of what was written. ValueError if it refuses, or if the process died."""
-        source, out = self.folder / "records.json", self.folder / "scores.json"
+        source = self.folder / "records.json"
+        out = self.folder / "scores.json"
         records: dict[str, Any] = {"source": self._source(), "device": str(self.subject.device)}
         records["completions"] = [c.to_dict() for c in completions]
         source.write_text(json.dumps(records))

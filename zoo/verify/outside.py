@@ -94,7 +94,9 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
     except NotImportable as error:
         return failed(op, path, str(error))
     _check_signature(op, path, kernel)
-    kept, equal, near = 0, 0, 0
+    kept = 0
+    equal = 0
+    near = 0
     broken: list[str] = []
     missed: list[str] = []
     cases = cases_of(op, program)
@@ -108,7 +110,8 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
     for case in cases:
         say(f"numbers, {case.name}")
         far = misses(case, program, op, kernel)
-        near, missed = near + (not far), missed + far
+        near = near + (not far)
+        missed = missed + far
         equal += _equal(case, program, op, kernel)
     published = sum(case.device_sized for case in cases)
     beside = f"; {published} of them are published shapes, which are held against our kernel instead" if published else ""
@@ -202,7 +205,8 @@ def _assert_equal(t: Trial, ours: Any) -> None:
 
 def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[..., Any]) -> str:
     """The kernel's gradients against ours, relative to their norm, over the cases that have gradients."""
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     compared = 0
     for case in cases:
         if not case.gradients or case.device_sized or "subnormal" in case.name or "wide" in case.name:
@@ -215,7 +219,8 @@ def _gradient(cases: list[Case], program: Program, op: str, kernel: Callable[...
             distance = float((theirs[name].double() - expected.double()).norm()) / scale if scale else 0.0
             compared += 1
             if not distance <= worst:
-                worst, where = distance, f"{name} of {case.name}"
+                worst = distance
+                where = f"{name} of {case.name}"
     if not compared:
         return "none to check"
     limit = 2.0**-6  # two roundings to BF16 apart

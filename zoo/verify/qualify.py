@@ -65,7 +65,8 @@ def qualify(
     `say` gets a line per shape as it is decided. jobs: worker processes, by default one per CPU core, at most 16; 1: this process
     does it. modules: imported by the workers first. What is not decided after `seconds` stays without a verdict.
     """
-    program, begin = program or resolve("aligned", "cuda", torch.bfloat16), time.monotonic()
+    program = program or resolve("aligned", "cuda", torch.bfloat16)
+    begin = time.monotonic()
     wanted: dict[tuple[Target, str], dict[str, Outcome | None]] = {}
     for target in dict.fromkeys(targets):
         if defining_of(target.op, target.shape, program) is None:
@@ -109,7 +110,8 @@ def _candidates(target: Target, program: Program, modules: Sequence[str]) -> lis
 
 def _verdict(target: Target, candidate: str, outcomes: list[Outcome], program: Program) -> tuple[Verdict | None, str]:
     """The verdict of all parts, and its line."""
-    checks, seconds = sum(o.checks for o in outcomes), max(o.end for o in outcomes) - min(o.begin for o in outcomes)
+    checks = sum(o.checks for o in outcomes)
+    seconds = max(o.end for o in outcomes) - min(o.begin for o in outcomes)
     reason = next((o.reason for o in outcomes if o.reason), "")
     undecided = next((o.undecided for o in outcomes if o.undecided), "")
     if undecided and not reason:

@@ -10,7 +10,9 @@ from zoo.verify.ladder import Result
 from zoo.verify.map import Place, words
 
 BINS = 96  # columns of the heat map, at most
-CELL_HEIGHT, WIDTH, LEFT = 18, 960, 90
+CELL_HEIGHT = 18
+WIDTH = 960
+LEFT = 90
 _STYLE = """
 :root { --ink: #1b1f24; --soft: #5a6472; --line: #dde2e8; --page: #f6f7f9; --card: #fff; --good: #1a7f4b; --bad: #b42318 }
 @media (prefers-color-scheme: dark) {
@@ -88,7 +90,8 @@ def _ladder(result: Result) -> str:
             numbers = "".join(f'<td class="n">{n}</td>' for n in counts)
             out.append(f"<tr><td>{escape(row.what)}</td>{numbers}<td>{verdict}</td></tr>")
         for line in idle:
-            what, reason = escape(line["what"]), escape(line["reason"])
+            what = escape(line["what"])
+            reason = escape(line["reason"])
             out.append(f'<tr class="idle"><td>{what}</td><td colspan="4">{reason}</td><td>not run</td></tr>')
     return "".join(out) + "</table>"
 
@@ -106,7 +109,8 @@ def _heat(result: Result, layers: int, longest: int) -> str:
     height = CELL_HEIGHT * len(names) + 30
     out = [f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="differing bytes">']
     for i, name in enumerate(names):
-        y, label = i * CELL_HEIGHT, name if i == 0 else f"layer {name}"
+        y = i * CELL_HEIGHT
+        label = name if i == 0 else f"layer {name}"
         out.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{label}</text>')
         for b in range(bins):
             count = counts.get((name, b), 0)
@@ -125,7 +129,8 @@ def _shade(count: int, most: int) -> str:
     if not count:
         return "#9fc9b0"
     share = (count / most) ** (1 / 3)
-    low, high = (250, 176, 92), (140, 12, 12)
+    low = (250, 176, 92)
+    high = (140, 12, 12)
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
     return f"#{red:02x}{green:02x}{blue:02x}"
 

@@ -22,7 +22,8 @@ def needed(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, .
     table = trainer.table_of()
     weights = sum(p.nbytes for p in trainer.parameters())
     gradients = sum(p.nbytes for name, p in trainer.named_parameters() if table.parameters[name].trainable)
-    both, once = "the weights of trainer and server", 2 * weights
+    both = "the weights of trainer and server"
+    once = 2 * weights
     held = {3: (once, both)}
     # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie
     twice, times = (2, " twice") if device == "cpu" else (1, "")

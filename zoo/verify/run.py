@@ -154,7 +154,8 @@ def show_end(result: Result, console: Terminal) -> None:
         place = f"layer {first['layer']}, op {first['op']}, sequence {first['sequence']}, position {first['position']}"
         console.print(f"first divergence: {place}, {first['elements']} elements, {first['ulp']} ulp")
     parts = result.fingerprint
-    program, state = parts["program"]["program"], parts["realisation"]["qualification"]
+    program = parts["program"]["program"]
+    state = parts["realisation"]["qualification"]
     console.print(f"program {program}, weights {parts['weights']}, {state}")
 
 

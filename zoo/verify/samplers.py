@@ -66,7 +66,8 @@ class SGLang:
     prefix = "SGLang: "
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self._first = subject, subject.trainer.weights_version
+        self.subject = subject
+        self._first = subject.trainer.weights_version
         self._engine: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="zoo-weights-")
 
@@ -117,7 +118,8 @@ class SGLang:
 
     def _weights(self) -> str:
         """The checkpoint that the subject came from while its weights are those, else a folder written now."""
-        trainer, source = self.subject.trainer, self.subject.source
+        trainer = self.subject.trainer
+        source = self.subject.source
         if "checkpoint" in source and trainer.weights_version == self._first:
             return str(source["checkpoint"])
         folder = Path(self._folder.name) / "weights"

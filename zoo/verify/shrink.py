@@ -17,7 +17,8 @@ from zoo.common.program import Program
 from zoo.verify.calls import Call
 from zoo.verify.trace import Divergence
 
-SCRIPT, TENSORS = "reproduce.py", "tensors.safetensors"
+SCRIPT = "reproduce.py"
+TENSORS = "tensors.safetensors"
 
 _HEAD = '''\
 """{title}
@@ -69,7 +70,8 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
     `names` say which run each call is from. The row's own inputs, its history and the op's weights go along, nothing else.
     """
     check_fresh(folder)
-    key, first = divergence.key, divergence.calls[0]
+    key = divergence.key
+    first = divergence.calls[0]
     device = next(t for _, t in first.outputs()).device.type
     stored: dict[str, Tensor] = {}
     place = f"{key.op} in {key.layer}, sequence {divergence.sequence}, position {divergence.position}"

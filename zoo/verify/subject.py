@@ -162,7 +162,8 @@ def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Se
     """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
     cuda = subject.device.type == "cuda"
     memory = subject.server.make_memory(2, slots=1)
-    large, slots = is_large(subject), bool(memory.slots)
+    large = is_large(subject)
+    slots = bool(memory.slots)
     if lengths is None:
         # decode with slots is the dearest of a CPU's climb: 140 tokens close two chunks
         small = (1, 63, 64, 65, 140 if slots and not (cuda or large) else 300)

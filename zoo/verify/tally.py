@@ -117,7 +117,8 @@ class Tally:
             missing = "the reference" if reference.slot is None else "the other side"
             raise ValueError(f"document {other.document}: {missing} has no states of recurrent layers to compare")
         if reference.slot is not None and other.slot is not None:
-            mine, theirs = reference.slot(end), other.slot(end)
+            mine = reference.slot(end)
+            theirs = other.slot(end)
             if set(mine) != set(theirs):
                 raise ValueError(f"states {sorted(mine)} against {sorted(theirs)}")
             for name, held in theirs.items():
@@ -166,7 +167,8 @@ def emptiness(log_prob: Tensor, entropy: Tensor | None, vocabulary: int) -> str 
     if certain > SHARED * count:
         return f"{certain} of {count} log-probabilities exceed {CERTAIN:g}"
     if entropy is not None:
-        mean, most = float(entropy.double().mean()), math.log(vocabulary)
+        mean = float(entropy.double().mean())
+        most = math.log(vocabulary)
         if mean > UNIFORM * most:
             return f"mean entropy {mean:.4f} exceeds {UNIFORM} ln V = {UNIFORM * most:.4f}"
     return None

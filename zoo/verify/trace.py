@@ -71,7 +71,9 @@ class Tracer(Tap):
     """Records op calls of one model inside `with`. `only`: rows to keep; `capture`: keep this call itself, not checksums."""
 
     def __init__(self, model: nn.Module, only: int | None = None, capture: tuple[Key, int, int] | None = None) -> None:
-        self.model, self.only, self.capture = model, only, capture
+        self.model = model
+        self.only = only
+        self.capture = capture
         self.seen: dict[Key, list[tuple[Tensor, Tensor]]] = {}
         self.call: Call | None = None
         self._history: Any = None
@@ -113,7 +115,9 @@ class Tracer(Tap):
         """Copies the slots of the call that is sought before it changes them."""
         if self._batch is None or self.capture is None or self.call is not None or not contract.history:
             return
-        key, layer, step = self.capture[0], self._path[-1], seen["function"].step
+        key = self.capture[0]
+        layer = self._path[-1]
+        step = seen["function"].step
         if (key.layer, key.op, key.index) == (layer, step, self._calls[layer, step]):
             history = Call.of(contract, seen, None).history
             self._history = None if history is None else history.before()
@@ -135,7 +139,8 @@ class Tracer(Tap):
             elif key == self.capture[0] and self.call is None:
                 found = ((sequence_R == self.capture[1]) & (position_R == self.capture[2])).nonzero()
                 if len(found):
-                    batch, self._batch = self._batch, None  # shrinking calls the op again
+                    batch = self._batch
+                    self._batch = None  # shrinking calls the op again
                     with torch.no_grad():
                         call = Call.of(contract, seen, result)
                         if contract.history:
@@ -147,7 +152,8 @@ class Tracer(Tap):
         code_R = (sequence_R << _POSITION_BITS) | position_R
         if self.only is not None:
             keep = sequence_R == self.only
-            tensor, code_R = tensor[keep], code_R[keep]
+            tensor = tensor[keep]
+            code_R = code_R[keep]
         if len(code_R):
             self.seen.setdefault(key, []).append((code_R, row_checksums(tensor)))
 

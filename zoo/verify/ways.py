@@ -85,7 +85,8 @@ def train(
     ids = torch.cat([subject.ids(d) for d in documents])
     targets = torch.cat([subject.targets(d) for d in documents])
     cu_seqlens = offsets([subject.length(d) for d in documents], subject.device)
-    was_training, was_checkpointed = model.training, model.gradient_checkpointing
+    was_training = model.training
+    was_checkpointed = model.gradient_checkpointing
     model.train(not evaluate)
     model.gradient_checkpointing = checkpointed
     kept: dict[str, list[Cached]] = {}
@@ -148,7 +149,9 @@ class Session:
     """Sequences behind pages: entry e is document `entries[e]`, with its own shuffled pages in memory full of NaN."""
 
     def __init__(self, subject: Subject, tap: Tap, entries: list[int], page_size: int | None = None, seed: int = 0) -> None:
-        self.subject, self.tap, self.entries = subject, tap, entries
+        self.subject = subject
+        self.tap = tap
+        self.entries = entries
         server = subject.server
         probe = server.make_memory(2, page_size, 1)
         self.page_size = probe.page_size
