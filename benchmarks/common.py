@@ -38,7 +38,9 @@ class Budget:
     """Seconds that a process may spend. What does not fit is skipped and said so."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self.end, self.skipped = clock, clock() + seconds, list[str]()
+        self.clock = clock
+        self.end = clock() + seconds
+        self.skipped = list[str]()
 
     @property
     def left(self) -> float:
@@ -106,7 +108,8 @@ def about(device: torch.device, smoke: bool) -> dict[str, Any]:
 @functools.cache
 def sources() -> str:
     """A hash of the package's files: which code a row is of."""
-    root, found = Path(zoo.__file__).parent, hashlib.sha256()
+    root = Path(zoo.__file__).parent
+    found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
@@ -184,12 +187,15 @@ def launches_in(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = [e for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"]
     return [
         {
-            "kernel": e["name"][:90], "us": e["dur"], "blocks": math.prod(e["args"].get("grid", ())),
-            "threads": math.prod(e["args"].get("block", ())), "registers": e["args"].get("registers per thread"),
+            "kernel": e["name"][:90],
+            "us": e["dur"],
+            "blocks": math.prod(e["args"].get("grid", ())),
+            "threads": math.prod(e["args"].get("block", ())),
+            "registers": e["args"].get("registers per thread"),
             "shared_bytes": e["args"].get("shared memory"),
         }
         for e in sorted(found, key=lambda e: -e["dur"])
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,8 @@ class WallClock:
 
 def _events(run: Callable[[], Any]) -> float:
     """Microseconds of device time."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
     end.record()

@@ -67,13 +67,22 @@ class Contender:
     """A process and what it said. `state`: starting, ready or failed; `why` names the reason and the log's last line."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, say: Callable[[str], None], env: dict[str, str] | None = None) -> None:
-        self.name, self.log, self.say, self.why = name, log, say, ""
+        self.name = name
+        self.log = log
+        self.say = say
+        self.why = ""
         self.ready: dict[str, Any] | None = None
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            start_new_session=True, env=env,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env=env,
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
@@ -200,12 +209,14 @@ class Bench:
     """Measurements of one engine. Prompts are random and never shared; the first call at a batch size is not timed."""
 
     def __init__(self, engine: Any, vocabulary: int) -> None:
-        self.engine, self.vocabulary = engine, vocabulary
+        self.engine = engine
+        self.vocabulary = vocabulary
         self.draw = random.Random(1)
         self.warm: set[tuple[int, float]] = set()
 
     def measure(self, measure: Measure) -> dict[str, Any]:
-        batch, new = measure.batch, measure.new
+        batch = measure.batch
+        new = measure.new
         warm = self.heat(batch, measure.top_p)
         begin = time.perf_counter()
         found: dict[str, Any]
@@ -244,9 +255,14 @@ class Bench:
         stage = "EXTEND" if prefill else "DECODE"
         with tempfile.TemporaryDirectory() as folder:
             self.engine.start_profile(
-                output_dir=folder, num_steps=PROFILED_STEPS, activities=["CPU", "GPU"], profile_by_stage=True, with_stack=False,
-                record_shapes=False, profile_id="decode",
-            )  # fmt: skip
+                output_dir=folder,
+                num_steps=PROFILED_STEPS,
+                activities=["CPU", "GPU"],
+                profile_by_stage=True,
+                with_stack=False,
+                record_shapes=False,
+                profile_id="decode",
+            )
             self.call(batch, 4 * PROFILED_STEPS)
             traces = sorted(Path(folder).glob(f"*{stage}*.trace.json.gz"))
             if not traces:
@@ -258,7 +274,8 @@ class Bench:
 def kernels_of(events: Iterable[dict[str, Any]], steps: int, most: int = 16) -> dict[str, Any]:
     """Microseconds and launches per step by kernel, the longest first, and how much of the time the GPU was busy."""
     times: dict[str, list[float]] = {}
-    spans, calls = [], 0
+    spans = []
+    calls = 0
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -269,7 +286,8 @@ def kernels_of(events: Iterable[dict[str, Any]], steps: int, most: int = 16) -> 
             calls += 1
     if not spans:
         raise ValueError("the trace has no kernels")
-    busy, end = 0.0, spans[0][0]
+    busy = 0.0
+    end = spans[0][0]
     for begin, stop in sorted(spans):  # kernels of two streams may overlap
         busy += max(0.0, stop - max(begin, end))
         end = max(end, stop)
@@ -286,7 +304,9 @@ def kernels_of(events: Iterable[dict[str, Any]], steps: int, most: int = 16) -> 
 
 def main(argv: Sequence[str]) -> int:
     """`python -m benchmarks.engines ARGUMENTS VOCABULARY BATCHES`: a contender's process; ARGUMENTS and BATCHES are JSON."""
-    arguments, vocabulary, batches = json.loads(argv[0]), int(argv[1]), json.loads(argv[2])
+    arguments = json.loads(argv[0])
+    vocabulary = int(argv[1])
+    batches = json.loads(argv[2])
     import sglang
 
     tell({"progress": "imported SGLang"})

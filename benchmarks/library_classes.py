@@ -62,7 +62,8 @@ def differing(what: str, a: Tensor, b: Tensor) -> Finding:
 def dense(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], rows: slice = slice(None)) -> Tensor:
     import deep_gemm
 
-    codes, scales = x[0][rows].contiguous(), x[1][rows].contiguous()
+    codes = x[0][rows].contiguous()
+    scales = x[1][rows].contiguous()
     out = torch.empty(codes.shape[0], weight[0].shape[0], dtype=torch.bfloat16, device="cuda")
     deep_gemm.fp8_gemm_nt((codes, scales), weight, out)
     return out
@@ -111,7 +112,9 @@ def scores(draw: torch.Generator) -> Iterator[Finding]:
     """DeepGEMM's index scores: alone against many rows, and the paged kernel against the packed one, pages in any order."""
     import deep_gemm
 
-    keys, page, width = 4096, 64, 128
+    keys = 4096
+    page = 64
+    width = 128
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for heads in (32, 64):
         rows = 256
@@ -147,7 +150,8 @@ def sparse(draw: torch.Generator) -> Iterator[Finding]:
     """FlashMLA's sparse forward: rows alone against many, rows of memory elsewhere, lists that end early."""
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
-    listed, memory = 2048, 8192
+    listed = 2048
+    memory = 8192
     for width, heads in ((576, 64), (576, 128), (512, 64)):
         rows = 300
         q = torch.randn(rows, heads, width, device="cuda", generator=draw).bfloat16()

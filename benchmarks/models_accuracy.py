@@ -76,10 +76,20 @@ def accuracy(bench: Bench, tokens: int) -> None:
             errors[f"{prefix}same_experts_error_vs_fp64"] = relative_error(found, given)
             more |= {f"{prefix}rerouted": rerouted, "routed": len(routes) * tokens}
     bench.errors = errors
-    bench.record.add({
-        "kind": "model", "arch": bench.arch, "size": bench.size, "layers": bench.config.layers, "what": "accuracy", "tokens": tokens,
-        "rival": None if bench.rival is None else "unaligned", **errors, **more, "providers": bench.providers,
-    })  # fmt: skip
+    bench.record.add(
+        {
+            "kind": "model",
+            "arch": bench.arch,
+            "size": bench.size,
+            "layers": bench.config.layers,
+            "what": "accuracy",
+            "tokens": tokens,
+            "rival": None if bench.rival is None else "unaligned",
+            **errors,
+            **more,
+            "providers": bench.providers,
+        }
+    )
     shown = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in {**errors, **more}.items())
     print("accuracy: " + ", ".join(shown), flush=True)
     free(bench)

@@ -73,14 +73,26 @@ class Bench:
 
     def row(self, what: str, times: Mapping[str, float], tokens: int, **more: Any) -> None:
         """Times in microseconds of `tokens` tokens under each program."""
-        us, rival_us = times["aligned"], times.get("unaligned")
+        us = times["aligned"]
+        rival_us = times.get("unaligned")
         ratio = None if rival_us is None or self.broken else us / rival_us
         per_second = {f"{name}_tokens_per_s": tokens / t * 1e6 for name, t in times.items()}
         row = {
-            "kind": "model", "arch": self.arch, "size": self.size, "layers": self.config.layers, "what": what, "us": us,
-            "rival": None if rival_us is None else "unaligned", "rival_us": rival_us, "ratio": ratio, **per_second,
-            "bytes": f"red: {self.broken}" if self.broken else "equal", "providers": self.providers, **self.errors, **more,
-        }  # fmt: skip
+            "kind": "model",
+            "arch": self.arch,
+            "size": self.size,
+            "layers": self.config.layers,
+            "what": what,
+            "us": us,
+            "rival": None if rival_us is None else "unaligned",
+            "rival_us": rival_us,
+            "ratio": ratio,
+            **per_second,
+            "bytes": f"red: {self.broken}" if self.broken else "equal",
+            "providers": self.providers,
+            **self.errors,
+            **more,
+        }
         self.record.add(row)
         print(lines([row]).splitlines()[1], flush=True)
 
@@ -91,13 +103,19 @@ class Bench:
 def lines(rows: Sequence[dict[str, Any]]) -> str:
     body = [
         [
-            row["what"], " ".join(f"{key}={row[key]}" for key in KEYS if key in row), row.get("us"), row.get("rival_us"),
+            row["what"],
+            " ".join(f"{key}={row[key]}" for key in KEYS if key in row),
+            row.get("us"),
+            row.get("rival_us"),
             row.get("ratio"),
-            row.get("aligned_tokens_per_s"), row.get("aligned_peak_gib"), row.get("unaligned_peak_gib"),
+            row.get("aligned_tokens_per_s"),
+            row.get("aligned_peak_gib"),
+            row.get("unaligned_peak_gib"),
             "; ".join([row.get("bytes", row.get("error", "")), *(f"{name} failed: {why}" for name, why in row.get("failed", {}).items())]),
         ]
-        for row in rows if row["kind"] == "model" and ("us" in row or "error" in row)
-    ]  # fmt: skip
+        for row in rows
+        if row["kind"] == "model" and ("us" in row or "error" in row)
+    ]
     return table(body, ("what", "of", "us", "unaligned us", "ratio", "tokens/s", "peak GiB", "unaligned GiB", "bytes"))
 
 
@@ -106,7 +124,8 @@ def place_sequences(model: ForServing, counts: Sequence[int]) -> tuple[Any, Tens
     size = model.make_memory(2, slots=1).page_size
     blocks = [-(-count // size) for count in counts]
     memory = model.make_memory(sum(blocks) + 1, slots=len(counts))
-    pages, first = [], 1
+    pages = []
+    first = 1
     for count in blocks:
         pages.append(list(range(first, first + count)))
         first += count

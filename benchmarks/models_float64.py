@@ -60,7 +60,8 @@ class Float64Model:
         self.p: Mapping[str, Tensor] = Widened(model)
         self.routes: list[Tensor] = []
         self.selections: list[Tensor] = []
-        self.experts, self.selected = experts, selected
+        self.experts = experts
+        self.selected = selected
 
     def mixer(self, x: Tensor, layer: int) -> Tensor:
         raise AssertionError("written by each architecture")
@@ -73,7 +74,8 @@ class Float64Model:
         half = width // 2
         frequency = 1.0 / self.config.theta ** (torch.arange(0, width, 2).float() / width)
         angle = (torch.arange(x_THE.shape[0]).float()[:, None] * frequency).double()[:, None].to(x_THE.device)
-        a, b = x_THE[..., :half], x_THE[..., half:width]
+        a = x_THE[..., :half]
+        b = x_THE[..., half:width]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), x_THE[..., width:]], -1)
 
     def attended(self, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ class Float64Qwen3(Float64Model):
         self.renormalise = model.config.renormalise
 
     def mixer(self, x: Tensor, layer: int) -> Tensor:
-        c, at = self.config, f"model.layers.{layer}.attention"
+        c = self.config
+        at = f"model.layers.{layer}.attention"
         heads = (x @ self.p[f"{at}.qkv.weight"].T).unflatten(1, (-1, c.head_dim))
         q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], 1)
         q, k = (self.rotated(self.norm(t, self.p[f"{at}.norm.{name}"]), c.head_dim) for t, name in ((q, "q"), (k, "k")))
@@ -156,7 +159,8 @@ class Float64Qwen35(Float64Model):
 
     def delta(self, x: Tensor, at: str) -> Tensor:
         c = self.config
-        values, keys = c.value_heads * c.value_dim, c.key_heads * c.key_dim
+        values = c.value_heads * c.value_dim
+        keys = c.key_heads * c.key_dim
         qkv, z, b, a = (x @ self.p[f"{at}.qkvzba.weight"].T).split([c.conv_channels, values, c.value_heads, c.value_heads], 1)
         taps = self.p[f"{at}.conv"].squeeze(1)
         padded = nn.functional.pad(qkv, (0, 0, taps.shape[1] - 1, 0))
@@ -166,7 +170,9 @@ class Float64Qwen35(Float64Model):
         q, k = ((t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(c.value_heads // c.key_heads, 1) for t in (q, k))
         v = v.unflatten(1, (c.value_heads, c.value_dim))
         decay = (-self.p[f"{at}.gate.a_log"].exp() * nn.functional.softplus(a + self.p[f"{at}.gate.dt_bias"])).exp()
-        beta, state, out = b.sigmoid(), x.new_zeros(c.value_heads, c.key_dim, c.value_dim), []
+        beta = b.sigmoid()
+        state = x.new_zeros(c.value_heads, c.key_dim, c.value_dim)
+        out = []
         for t in range(len(x)):
             state = state * decay[t, :, None, None]
             news = beta[t, :, None] * (v[t] - torch.einsum("vk,vke->ve", k[t], state))
@@ -194,7 +200,8 @@ class Float64GLM(Float64Model):
         return self.rotated(torch.cat([pairs, x_THE[..., width:]], -1), width)
 
     def mixer(self, x: Tensor, layer: int) -> Tensor:
-        c, at = self.config, f"model.layers.{layer}.attention"
+        c = self.config
+        at = f"model.layers.{layer}.attention"
         query, latent, turning = (x @ self.p[f"{at}.down.weight"].T).split([c.query_rank, c.kv_rank, c.rope_dim], 1)
         query, latent = (self.norm(t, self.p[f"{at}.{n}_norm.weight"], LATENT_EPS) for t, n in ((query, "query"), (latent, "latent")))
         if c.full[layer]:
@@ -210,7 +217,8 @@ class Float64GLM(Float64Model):
     @torch.no_grad()
     def index(self, x: Tensor, query: Tensor, at: str) -> Tensor:
         """[T, T], True where a row reads a token."""
-        c, nothing = self.config, torch.zeros(len(x), len(x), dtype=torch.bool, device=x.device)
+        c = self.config
+        nothing = torch.zeros(len(x), len(x), dtype=torch.bool, device=x.device)
         past = ~nothing.logical_not().triu(1)
         if self.selected is not None:
             places = self.selected[len(self.selections)].long()
@@ -225,7 +233,8 @@ class Float64GLM(Float64Model):
         return nothing.scatter(1, best, True) & past
 
     def route(self, logits_TX: Tensor, at: str) -> tuple[Tensor, Tensor]:
-        choice, score = self.config.choice, logits_TX.sigmoid()
+        choice = self.config.choice
+        score = logits_TX.sigmoid()
 
         def choose() -> Tensor:
             biased = (score + self.p[f"{at}.route.bias"]).unflatten(1, (choice.groups, -1))

@@ -56,10 +56,19 @@ def ladder(bench: Bench, lengths: Sequence[int]) -> None:
     compared, differing = prove(bench, lengths)
     bench.broken = f"{differing} of {compared} log-probabilities differ between engines" if differing else ""
     print(f"bytes: {compared} log-probabilities of trainer, prefill and decode compared, {differing} differ", flush=True)
-    bench.record.add({
-        "kind": "model", "arch": bench.arch, "size": bench.size, "layers": bench.config.layers, "what": "ladder",
-        "lengths": list(lengths), "compared": compared, "differing": differing, "providers": bench.providers,
-    })  # fmt: skip
+    bench.record.add(
+        {
+            "kind": "model",
+            "arch": bench.arch,
+            "size": bench.size,
+            "layers": bench.config.layers,
+            "what": "ladder",
+            "lengths": list(lengths),
+            "compared": compared,
+            "differing": differing,
+            "providers": bench.providers,
+        }
+    )
 
 
 class Decoder:
@@ -67,7 +76,10 @@ class Decoder:
 
     def __init__(self, bench: Bench, program: Program, memory: Any, pages: Tensor, context: int) -> None:
         self.model = twin(bench.source, bench.server, program).eval()
-        self.memory, self.pages, self.context, self.steps = memory, pages, context, bench.steps
+        self.memory = memory
+        self.pages = pages
+        self.context = context
+        self.steps = bench.steps
         batch = pages.shape[0]
         self.ids = bench.ids(batch)
         self.positions = torch.full((batch,), context, device=bench.device)
@@ -150,7 +162,8 @@ def prefill(bench: Bench, documents: int, length: int) -> None:
         return
     servers = {name: twin(bench.source, bench.server, program).eval() for name, program in bench.programs.items()}
     memory, pages = place_sequences(servers["aligned"], [length] * documents)
-    ids, slots = bench.ids(documents * length), range(1, documents + 1) if has_slots(bench.config) else ()
+    ids = bench.ids(documents * length)
+    slots = range(1, documents + 1) if has_slots(bench.config) else ()
     starts = torch.arange(0, documents * length + 1, length, device=bench.device)
     wanted = starts[1:] - 1
 
@@ -172,7 +185,8 @@ def score(bench: Bench, documents: int, length: int) -> None:
     if not bench.budget.allows("score", 10.0):
         return
     trainers = {name: twin(bench.source, bench.trainer, program).eval() for name, program in bench.programs.items()}
-    ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
+    ids = bench.ids(documents * length)
+    starts = torch.arange(0, documents * length + 1, length, device=bench.device)
     times = turns({name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(4, bench.rounds), bench.device)
     bench.row("score", times, documents * length, documents=documents, length=length)
     free(bench)
@@ -188,7 +202,8 @@ def train(
     profiled: bool = False,
 ) -> None:
     """Forward and backward of -score.sum() / N. Peak memory is that of the step with parameters and gradients."""
-    ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
+    ids = bench.ids(documents * length)
+    starts = torch.arange(0, documents * length + 1, length, device=bench.device)
     for checkpointed in modes:
         if not bench.budget.allows(f"{what}, checkpointing {'on' if checkpointed else 'off'}", 10.0):
             continue

@@ -50,7 +50,8 @@ AIM = 1.02  # a slower row is profiled
 def measure(work: Work, timer: Timer, program: Program) -> dict[str, Any]:
     """One row: times, ratio and errors. A rival that fails is named in `failed` and left out; ours failing raises."""
     first = next(iter(work.ours))
-    broken, failed = "", {}
+    broken = ""
+    failed = {}
     try:
         work.law()
     except LawBroken as error:
@@ -118,13 +119,15 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     if given.device == "cpu" and not given.smoke:
         print("error: --device cpu runs references on a wall clock: add --smoke", file=sys.stderr)
         return 2
-    device, budget = torch.device(given.device), Budget(given.budget)
+    device = torch.device(given.device)
+    budget = Budget(given.budget)
     try:
         record = Recorder(given.out, about(device, given.smoke), given.smoke)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    dtype, cuda = torch.bfloat16, device.type == "cuda"
+    dtype = torch.bfloat16
+    cuda = device.type == "cuda"
     theirs = resolve("unaligned", device, dtype) if cuda else None
     place = Place(device, resolve("aligned", device, dtype), theirs, contexts=(70,) if given.smoke else CONTEXTS, tiny=given.smoke)
     graph, events = (timer, timer) if timer else (WallClock(), WallClock()) if not cuda else (GraphTimer(), EventTimer())

@@ -46,7 +46,8 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDT
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """One program a row, the compiler's own sum."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    total = torch.empty_like(x)
     width = x.shape[1]
     block = triton.next_power_of_2(width)
     _add_rms_norm[(x.shape[0],)](x, residual, weight, out, total, eps, WIDTH=width, BLOCK=block, num_warps=min(16, max(4, block // 512)))
@@ -74,7 +75,8 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _turned(x: Tensor, turn: Tensor) -> Tensor:
     first, second = _wide(x).chunk(2, -1)
-    cos, sin = turn[..., 0], turn[..., 1]
+    cos = turn[..., 0]
+    sin = turn[..., 1]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
@@ -142,11 +144,25 @@ def gumbel(logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _recurrent_step(
-    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, scale, REPEAT: tl.constexpr, VALUES: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    i, e = tl.arange(0, K), part * BLOCK + tl.arange(0, BLOCK)
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    state_ptr,
+    out_ptr,
+    scale,
+    REPEAT: tl.constexpr,
+    VALUES: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    i = tl.arange(0, K)
+    e = part * BLOCK + tl.arange(0, BLOCK)
     value = row * VALUES + head
     key = row * (VALUES // REPEAT) + head // REPEAT
     at = state_ptr + (value * K + i[:, None]) * E + e[None, :]
@@ -162,11 +178,24 @@ def _recurrent_step(
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """One ordinary step of the gated delta rule: the state is read, corrected and written in place. state FP32 [N, V, K, E]."""
     rows, values, width = v.shape
-    out, block = torch.empty_like(v), min(32, width)
+    out = torch.empty_like(v)
+    block = min(32, width)
     _recurrent_step[(rows, values, width // block)](
-        q.contiguous(), k.contiguous(), v.contiguous(), log_decay, beta, state, out, k.shape[2] ** -0.5,
-        REPEAT=values // k.shape[1], VALUES=values, K=k.shape[2], E=width, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        log_decay,
+        beta,
+        state,
+        out,
+        k.shape[2] ** -0.5,
+        REPEAT=values // k.shape[1],
+        VALUES=values,
+        K=k.shape[2],
+        E=width,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out
 
 
@@ -177,7 +206,8 @@ def recurrent_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Te
 
 def delta_exact(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """The gated delta rule in float64, token by token from a state of zero: [R, ...] of one document or [R, N, ...] -> the last token's."""
-    repeat, scale = v.shape[-2] // k.shape[-2], k.shape[-1] ** -0.5
+    repeat = v.shape[-2] // k.shape[-2]
+    scale = k.shape[-1] ** -0.5
     q, k, v, decay, beta = (t.double() for t in (q, k, v, log_decay, beta))
     q, k = (t.repeat_interleave(repeat, -2) for t in (q, k))
     state = torch.zeros(*v.shape[1:-1], k.shape[-1], v.shape[-1], dtype=torch.float64, device=v.device)

@@ -116,7 +116,12 @@ class Race:
         turns: int = 2,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.record, self.budget, self.shared, self.say, self.turns, self.wait = record, budget, shared, say, turns, pause
+        self.record = record
+        self.budget = budget
+        self.shared = shared
+        self.say = say
+        self.turns = turns
+        self.wait = pause
         self.best: dict[str, dict[str, float]] = {}  # contender -> measure -> tokens/s, or ms
         self.took: dict[str, float] = {}
         self.failed: dict[str, str] = {}
@@ -219,7 +224,8 @@ class Race:
             return
         self.took[measure.label] = max(found["took_s"] + found["warm_s"], self.took.get(measure.label, 0.0))
         mine = self.best.setdefault(entrant.name, {})
-        value, before = found[measure.unit], mine.get(measure.label)
+        value = found[measure.unit]
+        before = mine.get(measure.label)
         better = min if measure.unit == "ms" else max
         mine[measure.label] = value if before is None else better(value, before)
         ratio = self.zoo_over(entrant.name, measure)
@@ -403,9 +409,11 @@ def _run(
     import torch
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with this process
-    budget, measures = Budget(given.budget), plan(loads)
+    budget = Budget(given.budget)
+    measures = plan(loads)
     record = Recorder(given.out, about(torch.device("cuda"), smoke=False))
-    logs, checkpoint = given.logs or folder / "logs", given.checkpoint or folder / "weights"
+    logs = given.logs or folder / "logs"
+    checkpoint = given.checkpoint or folder / "weights"
     logs.mkdir(parents=True, exist_ok=True)
     env = environment(Path.home() / ".cache" / "deep_gemm")
     hybrid = has_slots(config)

@@ -41,12 +41,16 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.3, "top_p": 0.37},
 )
 PLAIN: tuple[dict[str, Any], ...] = tuple({"temperature": t} for t in (0, 1.0, 0.7, 1.3))  # a batch without filters draws otherwise
-SHORT, LONG = (1, 7, 63, 127, 128, 129, 255, 300, 511, 640, 777), (1990, 2040, 2300, 4200)
+SHORT = (1, 7, 63, 127, 128, 129, 255, 300, 511, 640, 777)
+LONG = (1990, 2040, 2300, 4200)
 CONTEXT = 6144
 SQUEEZE = 0.45  # of the pages that all requests need at once: the others are retracted or wait
 HTTP_REQUESTS = 64
 FEW = 12  # requests of a phase that proves one event
-START_SECONDS, PHASE_SECONDS, EVENT_SECONDS = 200, 200, 60  # a server, a phase, or one of few requests that takes longer has failed
+# a server, a phase, or one of few requests that takes longer has failed
+START_SECONDS = 200
+PHASE_SECONDS = 200
+EVENT_SECONDS = 60
 SEEDS = (1, 2)  # of the weights served first, and of those pushed later
 DEVICE = "cuda"
 GROUP = "zoo"
@@ -164,7 +168,8 @@ class Diary:
         def late(*_: Any) -> None:
             raise Late(f"no end after {seconds} s")
 
-        before, begun = signal.signal(signal.SIGALRM, late), time.monotonic()
+        before = signal.signal(signal.SIGALRM, late)
+        begun = time.monotonic()
         signal.alarm(seconds)
         try:
             yield notes
@@ -185,7 +190,8 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
 
     diary = Diary(folder)
     asked = requests(count, tokens, model.config.vocabulary, model.hybrid)
-    page, moe = model.page, bool(model.config.experts)
+    page = model.page
+    moe = bool(model.config.experts)
     needed = sum(-(-(len(ids) + tokens) // page) * page for ids, _ in asked)
     server = sglang.Engine(
         model_path=str(folder / "weights"),
@@ -207,7 +213,8 @@ def engine(model: Model, folder: Path, count: int, tokens: int) -> None:
     def phase(name: str, before: Callable[[], Any] = lambda: None, sent: Sequence[Request] = asked[:FEW], **also: Any) -> None:
         with diary.phase(name, EVENT_SECONDS if len(sent) == FEW else PHASE_SECONDS) as notes:
             notes |= before() or {}
-            prompts, params = [ids for ids, _ in sent], [p for _, p in sent]
+            prompts = [ids for ids, _ in sent]
+            params = [p for _, p in sent]
             with _replays(server, notes):
                 answers = server.generate(input_ids=prompts, sampling_params=params, **more, **also)
             diary.keep(name, ENGINE_PHASES[name], sent, list(answers), fingerprint(server))
@@ -280,7 +287,8 @@ async def _paused(server: Any, asked: Sequence[Request], more: dict[str, Any], m
     await middle.wait()
     await server.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
     await asyncio.sleep(0.5)  # what was on its way arrives
-    running, before = sum(not task.done() for task in tasks), drawn()
+    running = sum(not task.done() for task in tasks)
+    before = drawn()
     await asyncio.sleep(0.5)
     after = drawn()
     await server.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
@@ -312,7 +320,8 @@ def _broadcast(server: Any, model: Model) -> dict[str, Any]:
     joined: list[Any] = []
 
     def join() -> None:
-        where, wait = f"tcp://127.0.0.1:{port}", timedelta(seconds=EVENT_SECONDS)
+        where = f"tcp://127.0.0.1:{port}"
+        wait = timedelta(seconds=EVENT_SECONDS)
         joined.append(init_custom_process_group(backend, where, wait, world_size=2, rank=0, group_name=GROUP))
 
     def send() -> None:
@@ -321,7 +330,8 @@ def _broadcast(server: Any, model: Model) -> dict[str, Any]:
 
     with _beside(join):
         _succeeded(server.init_weights_update_group("127.0.0.1", port, 1, 2, GROUP, backend=backend))
-    names, dtypes = [name for name, _ in tensors], [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
+    names = [name for name, _ in tensors]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     with updating(server), _beside(send):
         _succeeded(server.update_weights_from_distributed(names, dtypes, [list(t.shape) for _, t in tensors], group_name=GROUP))
     with _beside(lambda: torch.distributed.destroy_process_group(joined[0])):
@@ -382,7 +392,8 @@ def _serving(model: Model, folder: Path, *more: str) -> Iterator[Server]:
     with (folder / "http.log").open("a") as log:
         process = subprocess.Popen([*LAUNCH, *options], stdout=log, stderr=log)
     try:
-        server, latest = Server(f"http://127.0.0.1:{port}"), time.monotonic() + START_SECONDS
+        server = Server(f"http://127.0.0.1:{port}")
+        latest = time.monotonic() + START_SECONDS
         while not server.healthy():
             if process.poll() is not None or time.monotonic() > latest:
                 said = [line for line in (folder / "http.log").read_text().splitlines() if line.strip()]

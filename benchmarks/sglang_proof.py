@@ -88,7 +88,8 @@ def score(model: Model, folder: Path, wanted: dict[str, bool]) -> Iterator[Phase
 
     wanted: phase -> whether it was served by the weights pushed later.
     """
-    trainer, updated = model.trainer.from_pretrained(folder / "weights", device=phases.DEVICE), False
+    trainer = model.trainer.from_pretrained(folder / "weights", device=phases.DEVICE)
+    updated = False
     for phase in sorted(recorded(folder, list(wanted)), key=lambda phase: wanted[phase.name]):
         try:
             if wanted[phase.name] and not updated:
@@ -138,7 +139,9 @@ def _compared(trainer: Any, lines: list[dict[str, Any]], first: int) -> Iterator
         own = trainer.score(ids, starts).cpu()
     temperature, filtered = (trainer.score(ids, starts, sampling=s).cpu() for s in (alone, [r.sampling for r in records]))
     for n, (record, line) in enumerate(zip(records, lines, strict=True)):
-        begin, end, prompt = int(starts[n]), int(starts[n + 1]), len(record.prompt_ids)
+        begin = int(starts[n])
+        end = int(starts[n + 1])
+        prompt = len(record.prompt_ids)
         where = f"request {first + n}, prompt of {prompt}, {line['cached']} cached, {record.sampling.to_dict()}"
         drawn = slice(begin + prompt - 1, end - 1)
         yield "temperature", temperature[drawn], torch.tensor(record.log_probs), where
@@ -159,19 +162,32 @@ def _unpacked(text: str | None, like: Tensor) -> Tensor:
 
 def report(found: Iterable[Phase], model: Model, record: Recorder) -> int:
     """Records a row per phase as it comes and prints them; 1 if a byte differs, nothing was compared or a phase failed."""
-    body, bad = [], []
+    body = []
+    bad = []
     for phase in found:
-        count, lines = phase.count, phase.lines
+        count = phase.count
+        lines = phase.lines
         values = [value for line in lines for value in _distinct(line)]
         row = {
-            "kind": "sglang proof", "arch": model.arch, "size": model.size, "layers": model.config.layers, **phase.notes,
-            "phase": phase.name, "requests": len(lines), "compared": count.compared, "differing_bytes": count.differing,
+            "kind": "sglang proof",
+            "arch": model.arch,
+            "size": model.size,
+            "layers": model.config.layers,
+            **phase.notes,
+            "phase": phase.name,
+            "requests": len(lines),
+            "compared": count.compared,
+            "differing_bytes": count.differing,
             "redrawn": count.redrawn,
-            "cached_tokens": sum(line["cached"] for line in lines), "retractions": sum(line["retracted"] for line in lines),
-            "distinct_log_probs": len(set(values)), "first": count.first, "providers": _providers(lines),
-        }  # fmt: skip
+            "cached_tokens": sum(line["cached"] for line in lines),
+            "retractions": sum(line["retracted"] for line in lines),
+            "distinct_log_probs": len(set(values)),
+            "first": count.first,
+            "providers": _providers(lines),
+        }
         record.add(row)
-        compared, differing = sum(count.compared.values()), sum(count.differing.values())
+        compared = sum(count.compared.values())
+        differing = sum(count.differing.values())
         body.append([phase.name, len(lines), compared, differing, row["cached_tokens"], row["retractions"], row["distinct_log_probs"]])
         if "error" in phase.notes or differing or not compared or len(set(values)) * 2 < len(values):
             bad.append(phase.name)

@@ -40,9 +40,21 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 
 @triton.jit
 def _product(
-    q_ptr, k_ptr, b_ptr, u_ptr, s_ptr, o_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BESIDE: tl.constexpr, THEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    b_ptr,
+    u_ptr,
+    s_ptr,
+    o_ptr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BESIDE: tl.constexpr,
+    THEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """o = q b. BESIDE: s = q k^T stands before it. THEN: s u is added to it, in its accumulator."""
     program = tl.program_id(0)
     row = tl.arange(0, M)

@@ -90,7 +90,9 @@ def train(
 ) -> Iterator[dict[str, float]]:
     """Yields a step's mean reward, differing bytes and loss."""
     params = params or SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
-    engine, masters, device = Engine(server, seed=seed), Masters(trainer, rate), next(trainer.parameters()).device
+    engine = Engine(server, seed=seed)
+    masters = Masters(trainer, rate)
+    device = next(trainer.parameters()).device
     for step in range(1, steps + 1):
         records = engine.generate(prompts, params, n=group)
         fingerprint = trainer.fingerprint()

@@ -73,7 +73,8 @@ def _compare(left: list[tuple[str, Tensor]], right: list[tuple[str, Tensor]], wh
         label = what if name == "out" else f"{what}, {name}"
         if a.dtype != b.dtype or a.shape != b.shape:
             raise LawBroken(f"{label}: {a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
-        bits, other = as_integers(a), as_integers(b.to(a.device))
+        bits = as_integers(a)
+        other = as_integers(b.to(a.device))
         if not torch.equal(bits, other):
             raise LawBroken(f"{label}: {_difference(a.detach(), b.detach().to(a.device), bits, other)}")
 
@@ -120,7 +121,9 @@ class Along:
     """Units along one dim of the named tensors; with `blocks` > 1 a unit has one entry in each of so many equal blocks."""
 
     def __init__(self, *names: str, dim: int = 0, blocks: int = 1) -> None:
-        self.names, self.dim, self.blocks = names, dim, blocks
+        self.names = names
+        self.dim = dim
+        self.blocks = blocks
 
     def count(self, args: Args) -> int:
         return args[self.names[0]].shape[self.dim] // self.blocks
@@ -133,7 +136,8 @@ class Along:
         return {**args, **{n: args[n].index_select(self.dim, entries.to(args[n].device)) for n in self._present(args)}}
 
     def spoil(self, args: Args, kept: Tensor, value: float) -> Args:
-        out, entries = dict(args), self._entries(args, kept)
+        out = dict(args)
+        entries = self._entries(args, kept)
         for name in self._present(args):
             tensor = args[name]
             if tensor.is_floating_point():
@@ -216,7 +220,8 @@ def split_plans(lengths: Sequence[int], edges: Sequence[int] = (16, 64, 128), se
         if 0 < cut < max(lengths):
             plans[f"cut at {cut}"] = (tuple(min(cut, n) for n in lengths), tuple(max(n - cut, 0) for n in lengths))
     plans["one sequence after another"] = tuple(tuple(n if i == j else 0 for j, n in enumerate(lengths)) for i in range(len(lengths)))
-    left, steps = list(lengths), []
+    left = list(lengths)
+    steps = []
     while any(left):
         step = tuple(order.randint(0, min(n, 40)) for n in left)
         if any(step):
@@ -259,7 +264,8 @@ def rows_at(call: Callable[[Args], Any], args: Args, names: Sequence[str]) -> Ca
     """A call at a `Place`: the named tensors (rows in dim 0) move there, the outputs of the rows themselves come back."""
 
     def run(place: Place) -> Any:
-        moved, count = dict(args), args[names[0]].shape[0]
+        moved = dict(args)
+        count = args[names[0]].shape[0]
         for name in names:
             tensor = args[name]
             if tensor is None:

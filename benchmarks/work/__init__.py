@@ -13,8 +13,21 @@ from benchmarks.work.sequences import attention, gated_delta
 __all__ = ["OPS", "Place", "Work", "subset_law"]
 
 OPS: dict[str, Callable[[Place, int], Iterator[Work]]] = {
-    "linear": linear, "rms_norm": rms_norm, "norm_rope": norm_rope, "rope": rope, "swiglu": swiglu, "attention": attention,
-    "experts": experts, "route": route, "combine": combine, "log_prob": log_prob, "sample": sample, "gated_delta": gated_delta,
-    "layer_norm": layer_norm, "head_linear": head_linear, "biased_route": biased_route, "select": select,
+    "linear": linear,
+    "rms_norm": rms_norm,
+    "norm_rope": norm_rope,
+    "rope": rope,
+    "swiglu": swiglu,
+    "attention": attention,
+    "experts": experts,
+    "route": route,
+    "combine": combine,
+    "log_prob": log_prob,
+    "sample": sample,
+    "gated_delta": gated_delta,
+    "layer_norm": layer_norm,
+    "head_linear": head_linear,
+    "biased_route": biased_route,
+    "select": select,
     "sparse_attention": sparse_attention,
-}  # fmt: skip
+}

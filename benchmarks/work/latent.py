@@ -17,13 +17,16 @@ from zoo.common.history import TokenRows
 from zoo.common.rows import Rows
 from zoo.testing import assert_same_bytes
 
-EPS, PAGE = 1e-6, 64
+EPS = 1e-6
+PAGE = 64
 
 
 def layer_norm(place: Place, rows: int) -> Iterator[Work]:
     for model, (heads, width, _) in INDEX.items():
         # leading columns of one product's rows, as the model has them
-        x, weight, bias = place.randn(rows, width + heads)[:, :width], 1 + place.randn(width, scale=0.1), place.randn(width, scale=0.3)
+        x = place.randn(rows, width + heads)[:, :width]
+        weight = 1 + place.randn(width, scale=0.1)
+        bias = place.randn(width, scale=0.3)
 
         def run(x: Tensor, w: Tensor = weight, b: Tensor = bias) -> Tensor:
             return ops.layer_norm(x, w, b, EPS, program=place.ours)
@@ -46,7 +49,8 @@ def head_linear(place: Place, rows: int) -> Iterator[Work]:
         for name, (heads, columns, depth) in shapes.items():
             heads, columns, depth = (place.size(a, b) for a, b in zip((heads, columns, depth), (2, 48, 32)))
             sets = sets_for(2 * heads * columns * depth) if not place.tiny else 1
-            x, up = place.randn(rows, heads, depth), columns > depth
+            x = place.randn(rows, heads, depth)
+            up = columns > depth
             # keys are read transposed where they lie
             weights = [place.randn(heads, *((depth, columns) if up else (columns, depth)), scale=depth**-0.5) for _ in range(sets)]
             weights = [w.transpose(1, 2) if up else w for w in weights]
@@ -101,8 +105,11 @@ class Past:
     """
 
     def __init__(self, place: Place, rows: int, width: int, context: int | None) -> None:
-        self.place, self.rows, self.context = place, rows, context
-        self.length, self.sets = rows if context is None else context, 1
+        self.place = place
+        self.rows = rows
+        self.context = context
+        self.length = rows if context is None else context
+        self.sets = 1
         if context is None:
             self.packed = place.randn(rows, width)
             return
@@ -148,7 +155,8 @@ def select(place: Place, rows: int) -> Iterator[Work]:
     """No float64 result: a choice is integers."""
     for model, sizes in INDEX.items():
         heads, width, top_k = (place.size(a, b) for a, b in zip(sizes, (2, 16, 8)))
-        q, weights = place.randn(rows, heads, width), place.randn(rows, heads)
+        q = place.randn(rows, heads, width)
+        weights = place.randn(rows, heads)
         for name, past in _pasts(place, rows, width, top_k):
 
             def run(index: Tensor | None, i: int, past: Past = past, q: Tensor = q, w: Tensor = weights, k: int = top_k) -> Tensor:
@@ -186,12 +194,14 @@ def listed(rows: int, length: int, top_k: int, device: torch.device, future: boo
 def sparse_attention(place: Place, rows: int) -> Iterator[Work]:
     for model, sizes in LATENT.items():
         heads, width, values, top_k, head_dim = (place.size(a, b) for a, b in zip(sizes, (2, 32, 16, 8, 16)))
-        q, scale = place.randn(rows, heads, width), head_dim**-0.5
+        q = place.randn(rows, heads, width)
+        scale = head_dim**-0.5
         for name, past in _pasts(place, rows, width, 0):
             lists = listed(rows, past.length, top_k, place.device, future=past.context is not None)
 
             def run(index: Tensor | None, i: int, past: Past = past, q: Tensor = q, lists: Tensor = lists, v: int = values) -> Tensor:
-                some, (latent, at) = slice(None) if index is None else index, past.at(index, i)
+                some = slice(None) if index is None else index
+                latent, at = past.at(index, i)
                 return ops.sparse_attention(q[some], latent, lists[some], at, v, scale, program=place.ours)
 
             some = list(range(rows))[-4:]

@@ -29,11 +29,13 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
         for name, (n, k, wide) in shapes.items():
             if (name == "head" and rows > 256) or (name == "head chunk" and rows <= 256):
                 continue
-            n, k = place.size(n, 96), place.size(k, 64)
+            n = place.size(n, 96)
+            k = place.size(k, 64)
             parts = split_k(n, k)
             kind = torch.float32 if wide else torch.bfloat16
             sets = sets_for(2 * n * k) if not place.tiny else 1
-            weights, x = [place.randn(n, k, scale=k**-0.5) for _ in range(sets)], place.randn(rows, k)
+            weights = [place.randn(n, k, scale=k**-0.5) for _ in range(sets)]
+            x = place.randn(rows, k)
 
             def run(x: Tensor, w: Tensor, kind: torch.dtype = kind, parts: int = parts) -> Tensor:
                 return ops.linear(x, w, program=place.ours, out_dtype=kind, k_parts=parts)
@@ -69,11 +71,10 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
 def experts(place: Place, rows: int) -> Iterator[Work]:
     for model, (count, hidden, intermediate, top_k) in MIXTURES.items():
         count, hidden, intermediate, top_k = (place.size(a, b) for a, b in zip((count, hidden, intermediate, top_k), (8, 64, 32, 2)))
-        gate_up, down = (
-            place.randn(count, 2 * intermediate, hidden, scale=hidden**-0.5),
-            place.randn(count, hidden, intermediate, scale=intermediate**-0.5),
-        )
-        x, sets = place.randn(rows, hidden), 8  # other experts each time
+        gate_up = place.randn(count, 2 * intermediate, hidden, scale=hidden**-0.5)
+        down = place.randn(count, hidden, intermediate, scale=intermediate**-0.5)
+        x = place.randn(rows, hidden)
+        sets = 8  # other experts each time
         chosen = [torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous() for _ in range(sets)]
         touched = int(chosen[0].unique().numel())
 
@@ -135,7 +136,8 @@ def route(place: Place, rows: int) -> Iterator[Work]:
 def combine(place: Place, rows: int) -> Iterator[Work]:
     for model, (count, hidden, _, top_k) in MIXTURES.items():
         hidden = place.size(hidden, 64)
-        slots, weights = place.randn(rows, top_k, hidden), torch.softmax(place.randn(rows, top_k, dtype=torch.float32), 1)
+        slots = place.randn(rows, top_k, hidden)
+        weights = torch.softmax(place.randn(rows, top_k, dtype=torch.float32), 1)
         chosen = torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous()
 
         program = replace(place.ours, contributors=16) if model in BIASED else place.ours
@@ -159,12 +161,11 @@ def combine(place: Place, rows: int) -> Iterator[Work]:
 
 def log_prob(place: Place, rows: int) -> Iterator[Work]:
     for model, (vocabulary, hidden) in HEADS_OF_VOCABULARY.items():
-        vocabulary, hidden = place.size(vocabulary, 512), place.size(hidden, 64)
-        x, w, targets = (
-            place.randn(rows, hidden),
-            place.randn(vocabulary, hidden, scale=2.5 * hidden**-0.5),
-            place.below(vocabulary, rows),
-        )
+        vocabulary = place.size(vocabulary, 512)
+        hidden = place.size(hidden, 64)
+        x = place.randn(rows, hidden)
+        w = place.randn(vocabulary, hidden, scale=2.5 * hidden**-0.5)
+        targets = place.below(vocabulary, rows)
 
         def run(x: Tensor, t: Tensor, w: Tensor = w) -> Tensor:
             return ops.log_prob(x, w, t, program=place.ours).log_prob_R

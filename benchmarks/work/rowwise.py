@@ -22,7 +22,9 @@ EPS = 1e-6
 def rms_norm(place: Place, rows: int) -> Iterator[Work]:
     for model, width in WIDTHS.items():
         width = place.size(width, 64)
-        x, residual, weight = place.randn(rows, width), place.randn(rows, width, scale=3.0), 1 + place.randn(width, scale=0.1)
+        x = place.randn(rows, width)
+        residual = place.randn(rows, width, scale=3.0)
+        weight = 1 + place.randn(width, scale=0.1)
 
         def run(x: Tensor, r: Tensor, w: Tensor = weight) -> Any:
             return ops.add_rms_norm(x, r, w, EPS, program=place.ours)
@@ -57,7 +59,8 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
     for model, (heads, kv_heads, width) in HEADS.items():
         if width != 128 or place.tiny:
             continue  # heads of 256 rotate a quarter of their columns
-        qkv, positions = place.randn(rows, (heads + 2 * kv_heads) * width), place.below(4096, rows)
+        qkv = place.randn(rows, (heads + 2 * kv_heads) * width)
+        positions = place.below(4096, rows)
         weights = [1 + place.randn(width, scale=0.1) for _ in range(2)]
         turn = ops.rope_table(4096, width, 1e6).to(place.device)
         sizes = {"heads": heads, "kv_heads": kv_heads, "eps": EPS}
@@ -88,8 +91,10 @@ def norm_rope(place: Place, rows: int) -> Iterator[Work]:
 def rope(place: Place, rows: int) -> Iterator[Work]:
     """Heads of 128 in halves, and GLM-5's of 64 in pairs of neighbours, the trailing columns of a wider head."""
     for model, heads, width, neighbours in (("", 40, 128, False), ("glm-5.2 ", 64, 64, True)):
-        whole, positions = place.randn(rows, place.size(heads, 2), 256 if neighbours else width), place.below(4096, rows)
-        x, turn = whole[..., whole.shape[2] - width :], ops.rope_table(4096, width, 1e6).to(place.device)
+        whole = place.randn(rows, place.size(heads, 2), 256 if neighbours else width)
+        positions = place.below(4096, rows)
+        x = whole[..., whole.shape[2] - width :]
+        turn = ops.rope_table(4096, width, 1e6).to(place.device)
 
         def run(x: Tensor, at: Tensor, turn: Tensor = turn, neighbours: bool = neighbours) -> Tensor:
             return ops.rope(x, turn, at, program=place.ours, neighbours=neighbours)

@@ -24,7 +24,9 @@ from zoo.testing import assert_same_bytes
 def attention(place: Place, rows: int) -> Iterator[Work]:
     for model, (heads, groups, width) in HEADS.items():
         if place.tiny:
-            heads, groups, width = 4, 2, 16
+            heads = 4
+            groups = 2
+            width = 16
         if rows >= PREFILL:
             yield _prefill_attention(place, model, heads, groups, width, rows)
             continue
@@ -37,14 +39,18 @@ def _decode_attention(place: Place, model: str, heads: int, groups: int, width: 
     pages = -(-context // page)
     sets = 1 if place.tiny else min(16, sets_for(4 * rows * context * groups * width))
     k_LPSGE, v_LPSGE = (place.randn(sets, rows * pages + 1, page, groups, width) for _ in range(2))
-    q, scale = place.randn(rows, heads, width), width**-0.5
+    q = place.randn(rows, heads, width)
+    scale = width**-0.5
     page_table = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=place.device).view(rows, pages)
     at = Rows.pushed([1] * rows, [context - 1] * rows, place.device)
 
     def run(i: int, program: Program, index: Tensor | None = None) -> Tensor:
-        mine, some, pages_NB = q, at, page_table
+        mine = q
+        some = at
+        pages_NB = page_table
         if index is not None:
-            mine, pages_NB = q[index], page_table[index]
+            mine = q[index]
+            pages_NB = page_table[index]
             some = Rows.pushed([1] * len(index), [context - 1] * len(index), place.device)
         return ops.attention(mine, KeyValues(k_LPSGE[i], v_LPSGE[i], pages_NB), some, scale, program=program)
 
@@ -119,7 +125,8 @@ def _delta_operands(place: Place, *lead: int, sizes: tuple[int, ...]) -> tuple[T
     """q, k, v, log decay and beta of `lead` tokens."""
     key_heads, value_heads, key_dim, value_dim = sizes
     q, k = (torch.nn.functional.normalize(place.randn(*lead, key_heads, key_dim), dim=-1) for _ in range(2))
-    v, decay = place.randn(*lead, value_heads, value_dim), -0.05 * place.randn(*lead, value_heads, dtype=torch.float32).exp()
+    v = place.randn(*lead, value_heads, value_dim)
+    decay = -0.05 * place.randn(*lead, value_heads, dtype=torch.float32).exp()
     return q, k, v, decay, torch.sigmoid(place.randn(*lead, value_heads, dtype=torch.float32))
 
 
@@ -130,7 +137,8 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
         key_heads, value_heads, key_dim, value_dim = sizes
         operands = _delta_operands(place, rows, sizes=sizes)
         name = f"{model} {key_heads}/{value_heads} heads of {key_dim}"
-        flops, state_bytes = 4.0 * rows * value_heads * key_dim * value_dim, 4.0 * rows * value_heads * key_dim * value_dim
+        flops = 4.0 * rows * value_heads * key_dim * value_dim
+        state_bytes = 4.0 * rows * value_heads * key_dim * value_dim
         if rows >= PREFILL:
             for length in (rows, SHORT) if rows > SHORT else (rows,):
                 yield _prefill_delta(place, name, operands, flops, length)
@@ -195,10 +203,12 @@ def gated_delta(place: Place, rows: int) -> Iterator[Work]:
 
 def _prefill_delta(place: Place, name: str, operands: tuple[Tensor, ...], flops: float, length: int) -> Work:
     """Documents of `length` tokens, the last one of what is left."""
-    rows, repeat = operands[0].shape[0], operands[2].shape[1] // operands[0].shape[1]
+    rows = operands[0].shape[0]
+    repeat = operands[2].shape[1] // operands[0].shape[1]
     wide = tuple(t.repeat_interleave(repeat, 1) for t in operands[:2])
     starts = torch.tensor([*range(0, rows, length), rows], device=place.device)
-    packed, last = Rows.packed(starts), int(starts[-2])
+    packed = Rows.packed(starts)
+    last = int(starts[-2])
 
     def law() -> None:
         full = ops.gated_delta(*operands, None, packed, program=place.ours)[last:]

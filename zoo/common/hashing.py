@@ -16,7 +16,8 @@ from torch import Tensor
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # 64-bit words in flight: a cache's worth, or a GPU's; moves no byte
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 _LANES = 0x0000FFFF0000FFFF
 # four uniform 16-bit fields, doubled and centred: an integer of variance 4 * 4 * (2^32 - 1) / 12
 _FIELDS_STD = math.sqrt(4 * (2**32 - 1) / 3)
@@ -34,7 +35,8 @@ def normal_(out: Tensor, key: int, std: float, mean: float = 0.0, *, chunk: int 
     Each element is rounded once to FP32 by the scale, once more by a mean other than 0, and once to out's dtype.
     """
     scale = struct.unpack("<f", struct.pack("<f", std / _FIELDS_STD))[0]  # an FP32 number, so every device multiplies by the same
-    flat, chunk = out.detach().view(-1), chunk or CHUNK[out.device.type]
+    flat = out.detach().view(-1)
+    chunk = chunk or CHUNK[out.device.type]
     for start in range(0, flat.numel(), chunk):
         part = flat[start : start + chunk]
         z = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=out.device)

@@ -75,7 +75,8 @@ class Rows:
         before = contexts or [0] * len(counts)
         if not counts or len(before) != len(counts) or min(counts) < 1 or min(before) < 0:
             raise ValueError(f"a push has sequences of at least one row and a context >= 0 each: counts {counts}, contexts {contexts}")
-        counts_N, before_N = torch.tensor(counts), torch.tensor(before)
+        counts_N = torch.tensor(counts)
+        before_N = torch.tensor(before)
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
         starts[1:] = counts_N.cumsum(0)
         sequence_R = torch.repeat_interleave(torch.arange(len(counts)), counts_N)

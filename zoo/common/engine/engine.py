@@ -235,7 +235,8 @@ class Engine:
         else:
             pairs = weights
         self.model.load_weights(pairs, version)
-        found, fingerprint = self.model.weights_version, self.model.fingerprint()
+        found = self.model.weights_version
+        fingerprint = self.model.fingerprint()
         with self.changes.change():
             for request in list(self.scheduler.running) if found != self.version else ():
                 if mode == "recompute":
@@ -323,7 +324,8 @@ class Engine:
         work = self.scheduler.schedule()
         active = len(self.requests.active)
         if active and not work:  # else `run` would step for ever
-            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            running = len(self.scheduler.running)
+            waiting = len(self.scheduler.waiting)
             raise RuntimeError(f"{active} requests are in progress and none has a row to push: {running} run, {waiting} wait")
         single = [request for request, _ in work if request.pending == 1]
         chunks = [(request, count) for request, count in work if request.pending > 1]

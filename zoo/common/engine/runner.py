@@ -29,7 +29,9 @@ class Runner:
     """
 
     def __init__(self, model: ForServing, memory: ServingMemory, graphs: bool, chunk_rows: int) -> None:
-        self.model, self.memory, self.graphs = model, memory, graphs
+        self.model = model
+        self.memory = memory
+        self.graphs = graphs
         self.most_rows = max(chunk_rows, PREFILL_ROWS[-1])  # a push of a small chunk is padded to one of these, captured when first met
         self.device = next(model.parameters()).device
         self.replayed = 0
@@ -44,7 +46,8 @@ class Runner:
 
         ValueError for what an op found in the numbers and set a flag for.
         """
-        drawn, self.replayed = [], 0
+        drawn = []
+        self.replayed = 0
         self._pushed.clear()
         if single:
             drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
@@ -101,7 +104,8 @@ class Runner:
         draw_rows: list[int] = []
         score_rows: list[int] = []
         for request, count in chunks:
-            first, end = request.computed, request.computed + count
+            first = request.computed
+            end = request.computed + count
             if request.scores_prompt:
                 targets = range(first + 1, min(end + 1, request.prompt_length))
                 scored += [(request, r) for r in targets]

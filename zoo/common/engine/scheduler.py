@@ -132,7 +132,8 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self.pool.hold(start.nodes)
-        request.nodes, request.pages = start.nodes, [node.page for node in start.nodes]
+        request.nodes = start.nodes
+        request.pages = [node.page for node in start.nodes]
         request.computed = start.length
         request.mark(range(request.computed), self.version)
         self.reused_rows += request.computed
@@ -174,20 +175,25 @@ class Scheduler:
         """The next length after which one is taken; None where nothing is shared by snapshots."""
         if not self.prefix_cache or not request.pure or not self.pool.room:
             return None
-        computed, grain, stride = request.computed, self.memory.grain, self.snapshot_stride
+        computed = request.computed
+        grain = self.memory.grain
+        stride = self.snapshot_stride
         # the same prompt again may use all but its last row, a longer one all of it
         ends = [n // grain * grain for n in (request.prompt_length - 1, request.prompt_length)]
         return min(n for n in (*ends, (computed // stride + 1) * stride) if n > computed)
 
     def _serves(self, other: Request, request: Request, start: Start, cached: list[Node]) -> bool:
         """Whether the prompt rows that `other` pushes next will let `request` start later than at `start`."""
-        size, full = self.pool.page_size, len(other.nodes)
+        size = self.pool.page_size
+        full = len(other.nodes)
         coming = self._next_snapshot(other) if self.memory.slots else (full + 1) * size
         if other.pending == 1 or not other.pure or coming is None or coming > len(other.tokens):
             return False
         if not start.length < coming < len(request.tokens) or (full and cached[full - 1 : full] != other.nodes[-1:]):
             return False
-        mine, theirs, after = request.tokens, other.tokens, full * size
+        mine = request.tokens
+        theirs = other.tokens
+        after = full * size
         return mine[coming - 1] == theirs[coming - 1] and mine[after:coming] == theirs[after:coming]
 
     def _cut(self, request: Request, count: int) -> int:

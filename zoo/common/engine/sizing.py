@@ -35,12 +35,15 @@ def default_sizes(model: ForServing, page_size: int | None, max_batch: int) -> t
         probe = model.make_memory(2, page_size, 1)
     except torch.OutOfMemoryError as full:
         raise ValueError(f"the memory of one request of one page does not fit, there is room for {room:,} bytes") from full
-    least, longest = probe.nbytes, probe.pages_for(model.config.positions)
+    least = probe.nbytes
+    longest = probe.pages_for(model.config.positions)
     del probe
     if least > room:
         raise ValueError(f"the memory of one request of one page takes {least:,} bytes, there is room for {room:,}")
     page = model.make_memory(3, page_size, 1).nbytes - least
-    batch, slot, beside = 1, 0, least - 2 * page  # slot 0 and the first request's, which takes no less
+    batch = 1
+    slot = 0
+    beside = least - 2 * page  # slot 0 and the first request's, which takes no less
     if room - least >= beside:  # else half of it is no second request's, and may not hold one to be measured
         slot = model.make_memory(2, page_size, 2).nbytes - least
         batch = min(max_batch, 1 + (room - least) // 2 // slot) if slot else max_batch

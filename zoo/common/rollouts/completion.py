@@ -140,7 +140,9 @@ def _check_counts(record: Completion) -> None:
 
 def _check_end(record: Completion) -> None:
     """ValueError if the drawn tokens contradict the parameters, or the reason why no more were drawn."""
-    drawn, most, ends = len(record.output_ids), record.sampling.max_new_tokens, set(record.sampling.stop_token_ids)
+    drawn = len(record.output_ids)
+    most = record.sampling.max_new_tokens
+    ends = set(record.sampling.stop_token_ids)
     if drawn > most:
         raise ValueError(f"{drawn} output tokens, max_new_tokens was {most}")
     if drawn == 0 and record.finish_reason != "abort":

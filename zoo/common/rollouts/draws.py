@@ -33,12 +33,14 @@ def check_draws(model: ForRL, *records: Completion) -> None:
         for n, version in enumerate(record.output_versions):
             if version != mine:
                 raise ValueError(f"output token {n} of request {record.request_id!r} was drawn by weights {version}, this model has {mine}")
-    device, starts = next(model.parameters()).device, [0]
+    device = next(model.parameters()).device
+    starts = [0]
     rows_drawn: list[int] = []
     positions: list[int] = []
     params: list[SamplingParams] = []
     for record in drawn_from:
-        first, count = len(record.prompt_ids), len(record.output_ids)
+        first = len(record.prompt_ids)
+        count = len(record.output_ids)
         rows_drawn += range(starts[-1] + first - 1, starts[-1] + first + count - 1)
         positions += range(first, first + count)
         params += [record.sampling] * count
