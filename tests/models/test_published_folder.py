@@ -39,11 +39,17 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def recast(folder: Path, dtype: torch.dtype) -> None:
-    """Every matrix of the first shard in another dtype."""
+def recast(folder: Path, dtype: torch.dtype, *, scales: bool = False) -> None:
+    """Every matrix of the first shard in another dtype, with scales of its blocks if asked."""
     shard = Checkpoint.open(folder).shards[0]
     kept = {t.name: t.read().to(dtype) if len(t.shape) == 2 else t.read() for t in shard.tensors}
+    if scales:
+        kept |= {f"{name}_scale_inv": torch.ones(1, 1) for name, tensor in kept.items() if tensor.dim() == 2}
     write_shard(folder / shard.name, header_of((n, t.dtype, tuple(t.shape)) for n, t in kept.items()), list(kept), kept.__getitem__)
+    grown = sum(t.nbytes for t in kept.values()) - sum(t.nbytes for t in shard.tensors)
+    index = json.loads((folder / INDEX).read_text())
+    weight_map = index["weight_map"] | dict.fromkeys(kept, shard.name)
+    change(folder / INDEX, metadata={"total_size": index["metadata"]["total_size"] + grown}, weight_map=weight_map)
 
 
 # --- end tokens
@@ -150,9 +156,7 @@ def test_an_odd_metadata_is_no_obstacle_to_saving_rounded_weights(metadata: Any,
 @pytest.mark.parametrize("scales", [True, False])
 def test_codes_without_a_quantization_config_get_advice_that_works(scales: bool, folder: Path, made: Path) -> None:
     """`dtype` would not help, and isn't advised; the BF16 checkpoint loads."""
-    recast(folder, torch.float8_e4m3fn)
-    if scales:
-        change(folder / INDEX, weight_map=json.loads((folder / INDEX).read_text())["weight_map"])
+    recast(folder, torch.float8_e4m3fn, scales=scales)
     for dtype in (None, torch.bfloat16):
         with pytest.raises(ValueError, match=r"\d+ tensors are FP8 or other codes .* load the model's BF16 checkpoint$") as caught:
             zoo.load(folder, device="cpu", dtype=dtype)
