@@ -70,10 +70,21 @@ def ablate(bench: Bench, batches: Sequence[int], context: int, documents: int, l
 def _shares(bench: Bench, what: str, times: dict[str, float], **more: Any) -> None:
     alone = {name: us for name, us in times.items() if name not in ("aligned", "unaligned")}
     found = shares(times["unaligned"], alone, times["aligned"])
-    bench.record.add({
-        "kind": "ablation", "arch": bench.arch, "size": bench.size, "layers": bench.config.layers, "what": what, **more,
-        "us": times["aligned"], "rival": "unaligned", "rival_us": times["unaligned"], "ops": found, "providers": bench.providers,
-    })  # fmt: skip
+    bench.record.add(
+        {
+            "kind": "ablation",
+            "arch": bench.arch,
+            "size": bench.size,
+            "layers": bench.config.layers,
+            "what": what,
+            **more,
+            "us": times["aligned"],
+            "rival": "unaligned",
+            "rival_us": times["unaligned"],
+            "ops": found,
+            "providers": bench.providers,
+        }
+    )
     where = ", ".join(f"{key} {value}" for key, value in more.items())
     print(f"{what} ({where}): unaligned {times['unaligned']:.1f} us, aligned {times['aligned']:.1f} us")
     print(table([[f["op"], f["added_us"], f["share"]] for f in found], ("switched to aligned", "added us", "share")), flush=True)

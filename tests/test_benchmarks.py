@@ -286,8 +286,11 @@ def trained(monkeypatch: pytest.MonkeyPatch, path: Path, **fails: Exception) -> 
 def test_a_train_step_of_ours_is_written_before_its_rival_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = trained(monkeypatch, tmp_path / "rows.jsonl")
     assert [(row["checkpointing"], row["turns"], row["rival"]) for row in rows] == [
-        (False, 1, None), (False, 2, "unaligned"), (True, 1, None), (True, 2, "unaligned"),
-    ]  # fmt: skip
+        (False, 1, None),
+        (False, 2, "unaligned"),
+        (True, 1, None),
+        (True, 2, "unaligned"),
+    ]
     assert [row["ratio"] is None for row in rows] == [True, False, True, False] and "unaligned_peak_gib" in rows[1]
 
 
@@ -615,8 +618,14 @@ def test_the_first_load_is_measured_first() -> None:
     assert [m.label for m in sglang.plan(sglang.parse_loads(sglang.LOADS))][:3] == ["64x128", "prefill", "first token"]
     everything = ["zoo", "stock", "eager-prefill", "deterministic"]
     assert list(sglang.contenders(["fa3", "triton"], everything)) == [
-        "zoo", "stock fa3", "stock triton", "eager-prefill fa3", "eager-prefill triton", "deterministic fa3", "deterministic triton",
-    ]  # fmt: skip
+        "zoo",
+        "stock fa3",
+        "stock triton",
+        "eager-prefill fa3",
+        "eager-prefill triton",
+        "deterministic fa3",
+        "deterministic triton",
+    ]
     assert list(sglang.contenders(["fa3"], ["stock", "zoo"])) == ["zoo", "stock fa3"]
     assert "cuda_graph_backend_prefill" not in sglang.contenders(["fa3"], everything)["stock fa3"]  # as it comes
     with pytest.raises(ValueError, match="--contenders 'stocks': there are zoo, stock, eager-prefill, deterministic"):
@@ -650,8 +659,11 @@ def test_rows_come_as_they_are_measured_with_the_zoo_s_speed_over_each(tmp_path:
     assert seen == list(range(12)), "each measurement is written before the next one begins"
     rows = rows_of(path)
     assert [(row["contender"], row["what"]) for row in rows[:4]] == [
-        ("zoo", "64x128"), ("stock fa3", "64x128"), ("deterministic fa3", "64x128"), ("zoo", "prefill"),
-    ]  # fmt: skip
+        ("zoo", "64x128"),
+        ("stock fa3", "64x128"),
+        ("deterministic fa3", "64x128"),
+        ("zoo", "prefill"),
+    ]
     assert rows[0]["zoo_over_it"] is None and all(row["qualification"] == "qualified" for row in rows)
     over = {row["what"]: row["zoo_over_it"] for row in rows if row["contender"] == "stock fa3"}
     assert over == {"64x128": 1.25, "prefill": 1.25, "first token": 1.25, "1x128": 0.9}
@@ -697,8 +709,17 @@ def test_who_is_late_stands_still_and_is_measured_beside_the_others_again(tmp_pa
     race, _, now = a_race(tmp_path, seconds=500, turns=2)
     found = measured(race, now, zoo=100, stock=80, deterministic=150)
     assert [name for name, what in found if what == "prefill"] == [
-        "zoo", "stock", "stock", "zoo", "deterministic", "zoo", "stock", "stock", "zoo", "deterministic",
-    ]  # fmt: skip
+        "zoo",
+        "stock",
+        "stock",
+        "zoo",
+        "deterministic",
+        "zoo",
+        "stock",
+        "stock",
+        "zoo",
+        "deterministic",
+    ]
     assert {found["1x128"] for found in race.best.values()} == {180.0}, "the noisy window gave nobody its number"
     assert [race.zoo_over(name, MEASURES[-1]) for name in ("stock fa3", "deterministic fa3")] == [1.0, 1.0]
 

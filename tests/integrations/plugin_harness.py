@@ -28,12 +28,25 @@ def arguments(**changed: Any) -> Any:
     values: dict[str, Any] = {refusal.field: refusal.served[0] for refusal in options.REFUSALS}
     graphs = types.SimpleNamespace(prefill=types.SimpleNamespace(backend="disabled"), decode=types.SimpleNamespace(backend="full"))
     values |= {
-        "attention_backend": "zoo", "model_path": "/nowhere", "revision": None, "sampling_backend": None, "page_size": None,
-        "grammar_backend": None, "disable_cuda_graph": False, "disable_prefill_cuda_graph": False,
-        "cuda_graph_backend_prefill": None, "prefill_attention_backend": None, "decode_attention_backend": None,
-        "context_length": None, "cuda_graph_config": graphs, "chunked_prefill_size": None, "model_config_parser": "auto",
-        "enable_return_routed_experts": False, "disable_radix_cache": False, "max_running_requests": None,
-    }  # fmt: skip
+        "attention_backend": "zoo",
+        "model_path": "/nowhere",
+        "revision": None,
+        "sampling_backend": None,
+        "page_size": None,
+        "grammar_backend": None,
+        "disable_cuda_graph": False,
+        "disable_prefill_cuda_graph": False,
+        "cuda_graph_backend_prefill": None,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "context_length": None,
+        "cuda_graph_config": graphs,
+        "chunked_prefill_size": None,
+        "model_config_parser": "auto",
+        "enable_return_routed_experts": False,
+        "disable_radix_cache": False,
+        "max_running_requests": None,
+    }
     return types.SimpleNamespace(**(values | changed))
 
 

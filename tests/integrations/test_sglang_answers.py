@@ -362,12 +362,23 @@ def ok(body: bytes, length: int | None = None) -> bytes:
 @pytest.mark.parametrize(
     "said",
     [
-        b"", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x16\x03\x01\x00\x05", b"HTTP/1.1 nothing\r\n\r\n", b"HTTP/1.1 404 Not Found\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200 + b"\r\n", ok(b"<html>"), ok(b"\xff\xfe\xff"), ok(b"[" * 100_000), ok(b"null"),
-        ok(b"{}", length=100), ok(b"[]"), ok(b'"zoo"'), ok(b'{"internal_states": {}}'),
+        b"",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\x16\x03\x01\x00\x05",
+        b"HTTP/1.1 nothing\r\n\r\n",
+        b"HTTP/1.1 404 Not Found\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200 + b"\r\n",
+        ok(b"<html>"),
+        ok(b"\xff\xfe\xff"),
+        ok(b"[" * 100_000),
+        ok(b"null"),
+        ok(b"{}", length=100),
+        ok(b"[]"),
+        ok(b'"zoo"'),
+        ok(b'{"internal_states": {}}'),
     ],
     ids=lambda said: repr(said[:24]),
-)  # fmt: skip
+)
 def test_a_server_that_is_none_is_a_sentence(said: bytes) -> None:
     with listening(lambda connection: connection.sendall(said)) as address, pytest.raises(ValueError) as caught:
         fingerprint(address)

@@ -81,9 +81,14 @@ def test_graphs_draw_the_samplers_bytes(program: Program) -> None:
     """Batches of 8, 3, 1 and others again, greedy, T = 1, others and mixed, over what larger batches left in the columns."""
     graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
     batches = [
-        seeded(8, 20, temperature=0.7), seeded(3, 40), MIXED, seeded(1, 60, temperature=0.0), seeded(3, 80),
-        seeded(3, 90, temperature=0.7), seeded(8, 3),
-    ]  # fmt: skip
+        seeded(8, 20, temperature=0.7),
+        seeded(3, 40),
+        MIXED,
+        seeded(1, 60, temperature=0.0),
+        seeded(3, 80),
+        seeded(3, 90, temperature=0.7),
+        seeded(8, 3),
+    ]
     for rows in batches:
         for step in range(3):
             logits_RV, positions_R = step_of(rows.count, step)
@@ -241,9 +246,10 @@ def test_stand_in_a_server_says_what_graphs_drew(program: Program) -> None:
     updater.offload_tags = {"weights"}
     backend = types.SimpleNamespace(draws=draws, prefills=None)
     scheduler = types.SimpleNamespace(
-        server_args=types.SimpleNamespace(attention_backend="zoo"), weight_updater=updater,
+        server_args=types.SimpleNamespace(attention_backend="zoo"),
+        weight_updater=updater,
         tp_worker=types.SimpleNamespace(model_runner=types.SimpleNamespace(attn_backend=backend)),
-    )  # fmt: skip
+    )
     draws.drawn = 12
     said = []
     for made in (draws, None):

@@ -32,8 +32,19 @@ PAGE = 80
 SEGMENT = 256
 POSITIONS = 512
 REQUESTS = 5  # places in SGLang's table, the padding row counted
-SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "rope_dim": 8, "key_heads": 1,
-                         "value_heads": 2, "key_dim": 16, "value_dim": 16, "vocabulary": 300, "positions": POSITIONS}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "rope_dim": 8,
+    "key_heads": 1,
+    "value_heads": 2,
+    "key_dim": 16,
+    "value_dim": 16,
+    "vocabulary": 300,
+    "positions": POSITIONS,
+}
 CONFIGS = {
     "dense": replace(SIZES["tiny"], **SHAPE, intermediate=64),
     "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_intermediate=16, shared_intermediate=32),
@@ -170,11 +181,11 @@ def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.Mo
         token_to_kv_pool=types.SimpleNamespace(
             kv_cache_layout="nhd", k_buffer=[t.flatten(0, 1) for t in pages.k_pages], v_buffer=[t.flatten(0, 1) for t in pages.v_pages]
         ),
-        model=types.SimpleNamespace(
-            zoo=serving, pool=lambda made, requests: pool_of(serving, made, server.slots)
-        ),
-        model_config=types.SimpleNamespace(context_len=POSITIONS), page_size=PAGE, device="cpu",
-    )  # fmt: skip
+        model=types.SimpleNamespace(zoo=serving, pool=lambda made, requests: pool_of(serving, made, server.slots)),
+        model_config=types.SimpleNamespace(context_len=POSITIONS),
+        page_size=PAGE,
+        device="cpu",
+    )
     import_module(name).PagedBackend(runner).clear_padding()
     assert server.table[0].eq(0).all() and server.table[1:].eq(12345).all()
     for page in (*pages.k_pages, *pages.v_pages):
@@ -346,9 +357,13 @@ def test_slots_of_a_prefill(page: int) -> None:
         last = [draw.randrange(100, 200) * page + (p - 1) % page if p else -1 for p in prefix]
         free = draw.sample(range(1, 90), 40)
         found = slots.extend_slots(
-            torch.tensor(prefix), torch.tensor(length, dtype=torch.int32), torch.tensor(last), torch.tensor(free),
-            sum(length) - sum(prefix), page,
-        )  # fmt: skip
+            torch.tensor(prefix),
+            torch.tensor(length, dtype=torch.int32),
+            torch.tensor(last),
+            torch.tensor(free),
+            sum(length) - sum(prefix),
+            page,
+        )
         assert found.tolist() == naive_slots(prefix, length, last, free, page) and found.dtype == torch.int64
     inside = slots.extend_slots(torch.tensor([3]), torch.tensor([6]), torch.tensor([72]), torch.tensor([]), 3, page)
     assert inside.tolist() == [73, 74, 75]
@@ -422,8 +437,13 @@ def test_stand_in_slots_of_a_decode_step(page: int, monkeypatch: pytest.MonkeyPa
 
 def wrapped(config: Qwen35Config) -> dict[str, Any]:
     kind = config.model_type
-    return {"model_type": kind, "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config.to_hf(),
-            "vision_config": {"model_type": kind}, "tie_word_embeddings": config.tied}  # fmt: skip
+    return {
+        "model_type": kind,
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": config.to_hf(),
+        "vision_config": {"model_type": kind},
+        "tie_word_embeddings": config.tied,
+    }
 
 
 PUBLISHED = {"4b": wrapped(SIZES["4b"]), "35b-a3b": wrapped(MOE_SIZES["35b-a3b"])}

@@ -31,27 +31,43 @@ from zoo.sglang_plugin.hooked import is_hooked
 ROOT = Path(__file__).resolve().parents[2]
 # refused options that came with a later SGLang than 0.5.17, or are gone by 0.5.23: a version may lack these and no others
 NOT_IN_ALL = {
-    "attn_dp_size", "enable_nvidia_megakernel", "enable_paged_experts", "enable_prefill_context_parallel",
-    "enable_return_aux_hidden_states", "enable_unified_cache_external_linker", "enable_watermark", "startup_weight_load_mode",
+    "attn_dp_size",
+    "enable_nvidia_megakernel",
+    "enable_paged_experts",
+    "enable_prefill_context_parallel",
+    "enable_return_aux_hidden_states",
+    "enable_unified_cache_external_linker",
+    "enable_watermark",
+    "startup_weight_load_mode",
     "torchao_config",
-}  # fmt: skip
+}
 # our class, SGLang's that it stands for, and the methods by which SGLang calls it
 CONTRACTS = (
-    ("backend.PagedBackend", "layers.attention.base_attn_backend.AttentionBackend",
-     ("init_forward_metadata", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "init_forward_metadata_out_graph")),
+    (
+        "backend.PagedBackend",
+        "layers.attention.base_attn_backend.AttentionBackend",
+        ("init_forward_metadata", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "init_forward_metadata_out_graph"),
+    ),
     ("sampler.RowSampler", "layers.sampler.Sampler", ("forward", "compute_logprobs_only")),
     ("sampler.RowsBatchInfo", "sampling.sampling_batch_info.SamplingBatchInfo", ("adjusted_filter_batch", "adjusted_merge_batch")),
-    ("graphs.BoundedGraphRunner", "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
-     ("capture_one_shape", "_capture_one_stream", "load_batch", "_resolve_lora_variant", "_make_graph_key")),
+    (
+        "graphs.BoundedGraphRunner",
+        "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+        ("capture_one_shape", "_capture_one_stream", "load_batch", "_resolve_lora_variant", "_make_graph_key"),
+    ),
     ("capturer.RoutingCapturer", "state_capturer.routed_experts.RoutedExpertsCapturer", ("on_forward_end", "get_topk")),
-)  # fmt: skip
+)
 # SGLang's class, and fields that hooks read of its instances: constructors show them, the class does not
 INSTANCES = (
-    ("managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
-     ("tp_worker", "is_fully_idle", "scheduler", "offload_tags")),
-    *((f"managers.io_struct.{kind}ReqInput", ("flush_cache",)) for kind in
-      ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC")),
-)  # fmt: skip
+    (
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+        ("tp_worker", "is_fully_idle", "scheduler", "offload_tags"),
+    ),
+    *(
+        (f"managers.io_struct.{kind}ReqInput", ("flush_cache",))
+        for kind in ("UpdateWeightFromDisk", "UpdateWeightsFromDistributed", "UpdateWeightsFromTensor", "UpdateWeightsFromIPC")
+    ),
+)
 Hook = tuple[str, Callable[..., Any], str]
 
 

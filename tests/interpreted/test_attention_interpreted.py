@@ -40,10 +40,23 @@ class StandIn:
         self.calls: list[dict[str, Any]] = []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, num_splits: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
-        cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None, page_table: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        num_splits: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        page_table: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k, "page_table": page_table}
         self.calls.append(given)
         assert num_splits == 1

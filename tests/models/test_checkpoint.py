@@ -145,9 +145,15 @@ def test_transformers_own_checkpoints_load_and_come_back(kind: str, tmp_path: Pa
     import transformers
 
     common = {
-        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
-    }  # fmt: skip
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+    }
     torch.manual_seed(0)
     if kind == "mixture":
         config = transformers.Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)

@@ -419,9 +419,14 @@ def test_no_config_has_an_end_outside_its_vocabulary(size: Any) -> None:
 
 
 UPLOADED = {
-    "use_cache": False, "pad_token_id": 3, "bos_token_id": 1, "tokenizer_class": "Qwen2Tokenizer", "quantization_config": None,
-    "unsloth_fixed": True, "unsloth_version": "2026.1",
-}  # fmt: skip
+    "use_cache": False,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "tokenizer_class": "Qwen2Tokenizer",
+    "quantization_config": None,
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.1",
+}
 
 
 @pytest.mark.parametrize("size", [SIZES["tiny"], SIZES_35["tiny"], GLM_SIZES["tiny"]], ids=lambda c: c.model_type)

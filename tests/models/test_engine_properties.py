@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from zoo.common.engine import Engine
 from zoo.common.rollouts import Completion
 
-ENGINES = st.fixed_dictionaries({
-    "page_size": st.sampled_from((16, 64)),
-    "pages": st.integers(4, 12),
-    "max_batch": st.integers(1, 5),
-    "chunk_rows": st.sampled_from((1, 5, 16, 30, 2048)),
-    "prefix_cache": st.booleans(),
-})  # fmt: skip
+ENGINES = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from((16, 64)),
+        "pages": st.integers(4, 12),
+        "max_batch": st.integers(1, 5),
+        "chunk_rows": st.sampled_from((1, 5, 16, 30, 2048)),
+        "prefix_cache": st.booleans(),
+    }
+)
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from(SHORT)),

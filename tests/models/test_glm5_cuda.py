@@ -22,10 +22,21 @@ CONFIGS = {
     "groups, tied": replace(SIZES["tiny"], layers=2, full=(True, True), sparse=(True, False), choice=Choice(2, 4, 2, scale=1.5), tied=True),
     # published heads and widths, few experts
     "published layers": replace(
-        SIZES["5.2"].first_layers(2), vocabulary=512, hidden=256, query_rank=256, sparse=(False, True), intermediate=256, experts=8,
-        expert_intermediate=128, shared_intermediate=128, choice=Choice(2, scale=2.5), index_top_k=64, positions=4096, eos=(2,),
+        SIZES["5.2"].first_layers(2),
+        vocabulary=512,
+        hidden=256,
+        query_rank=256,
+        sparse=(False, True),
+        intermediate=256,
+        experts=8,
+        expert_intermediate=128,
+        shared_intermediate=128,
+        choice=Choice(2, scale=2.5),
+        index_top_k=64,
+        positions=4096,
+        eos=(2,),
     ),
-}  # fmt: skip
+}
 STEM = tokens(48, 99)
 REQUESTS = [
     ([7], SamplingParams(seed=1, max_new_tokens=6)),

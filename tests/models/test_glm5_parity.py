@@ -37,12 +37,28 @@ from zoo.glm5.config import PUBLISHED_TINY
 TOKENS = 120
 # 32 index heads: with few of them scores of exactly 0 are common, and transformers has no rule for equal scores
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 5,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "kv_lora_rank": 32,
-    "q_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "index_topk": 16, "index_head_dim": 16,
-    "index_n_heads": 32, "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full", "shared", "shared"],
-    "max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "index_topk": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 32,
+    "first_k_dense_replace": 1,
+    "indexer_types": ["full", "shared", "full", "shared", "shared"],
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "5.2": {},
     "5": {"indexer_types": ["full"] * 5, "first_k_dense_replace": 3},

@@ -252,11 +252,12 @@ def drive(engine: Engine, seed: int = 3) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(seed)
     ids = [
         engine.add(
-            torch.randint(3, 500, (count,), generator=draw), SamplingParams(temperature=0.8, top_p=0.9, seed=count, max_new_tokens=3),
+            torch.randint(3, 500, (count,), generator=draw),
+            SamplingParams(temperature=0.8, top_p=0.9, seed=count, max_new_tokens=3),
             prompt_log_probs=count in (70, 31),
         )
         for count in PROMPTS
-    ]  # fmt: skip
+    ]
     done = {}
     while engine.busy:
         pool, memory = engine.scheduler.pool, engine.scheduler.memory

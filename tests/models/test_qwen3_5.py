@@ -42,9 +42,21 @@ from zoo.verify.shrink import reproduction
 from zoo.verify.subject import Settings, build, config_of
 
 SMALL = replace(
-    SIZES["tiny"], layers=2, full=(False, True), hidden=64, heads=2, kv_heads=1, head_dim=16, rope_dim=8, key_heads=1,
-    value_heads=2, key_dim=16, value_dim=16, intermediate=64, vocabulary=300,
-)  # fmt: skip
+    SIZES["tiny"],
+    layers=2,
+    full=(False, True),
+    hidden=64,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    rope_dim=8,
+    key_heads=1,
+    value_heads=2,
+    key_dim=16,
+    value_dim=16,
+    intermediate=64,
+    vocabulary=300,
+)
 CONFIGS: dict[str, Qwen35Config] = {
     "dense": SIZES["tiny"],
     "moe": MOE_SIZES["tiny"],
@@ -444,13 +456,29 @@ class TestRowsThatEnterEachOp:
     RECURRENT: ClassVar[dict[str, int]] = dict.fromkeys(("causal_conv", "l2_norm", "delta_gate", "gated_delta", "gated_rms_norm"), 3)
     CALLS: ClassVar[dict[str, dict[str, int]]] = {  # calls of each op while a row passes through three recurrent layers and one other
         "dense": {
-            **RECURRENT, "embed": 1, "rms_norm": 9, "linear": 16, "norm_rope": 1, "attention": 1, "output_gate": 1, "swiglu": 4,
+            **RECURRENT,
+            "embed": 1,
+            "rms_norm": 9,
+            "linear": 16,
+            "norm_rope": 1,
+            "attention": 1,
+            "output_gate": 1,
+            "swiglu": 4,
         },
         "moe": {
-            **RECURRENT, "embed": 1, "rms_norm": 9, "linear": 24, "norm_rope": 1, "attention": 1, "output_gate": 5, "swiglu": 4,
-            "route": 4, "experts": 4, "combine": 4,
+            **RECURRENT,
+            "embed": 1,
+            "rms_norm": 9,
+            "linear": 24,
+            "norm_rope": 1,
+            "attention": 1,
+            "output_gate": 5,
+            "swiglu": 4,
+            "route": 4,
+            "experts": 4,
+            "combine": 4,
         },
-    }  # fmt: skip
+    }
 
     @pytest.mark.parametrize("name", CALLS)
     def test_decoding_pushes_one_row_per_token(self, name: str) -> None:

@@ -30,9 +30,20 @@ from zoo.common.memory import Memory, Snapshot
 from zoo.common.rollouts import Completion, SamplingParams, check_draws
 from zoo.qwen3_5 import MOE_SIZES, SIZES, Qwen35Config, Qwen35ForRL, Qwen35ForServing
 
-SHAPE: dict[str, Any] = {"layers": 2, "full": (False, True), "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 16,
-                         "rope_dim": 8, "key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16,
-                         "vocabulary": 300}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "layers": 2,
+    "full": (False, True),
+    "hidden": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "rope_dim": 8,
+    "key_heads": 1,
+    "value_heads": 2,
+    "key_dim": 16,
+    "value_dim": 16,
+    "vocabulary": 300,
+}
 CONFIGS = {
     "dense": replace(SIZES["tiny"], **SHAPE, intermediate=64),
     "moe": replace(MOE_SIZES["tiny"], **SHAPE, expert_intermediate=16, shared_intermediate=32),
@@ -308,13 +319,15 @@ def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
 
 @settings(max_examples=12)
 @given(
-    options=st.fixed_dictionaries({
-        "page_size": st.sampled_from((16, 80, 128)),
-        "snapshot_stride": st.sampled_from((64, 128, 1024)),
-        "max_batch": st.integers(1, 4),
-        "chunk_rows": st.sampled_from((31, 64, 100, 2048)),
-        "pages": st.integers(16, 30),
-    }),
+    options=st.fixed_dictionaries(
+        {
+            "page_size": st.sampled_from((16, 80, 128)),
+            "snapshot_stride": st.sampled_from((64, 128, 1024)),
+            "max_batch": st.integers(1, 4),
+            "chunk_rows": st.sampled_from((31, 64, 100, 2048)),
+            "pages": st.integers(16, 30),
+        }
+    ),
     moves=st.lists(
         st.one_of(
             st.tuples(st.just("add"), st.sampled_from((65, 80, 144, 170, 192))),
@@ -324,7 +337,7 @@ def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
         min_size=3,
         max_size=9,
     ),
-)  # fmt: skip
+)
 def test_no_schedule_of_shared_prefixes_moves_a_byte(options: dict[str, Any], moves: list[tuple[str, int]]) -> None:
     served, asked_for, done = engine(**options), {}, []
     for move, value in [*moves, ("step", 500)]:

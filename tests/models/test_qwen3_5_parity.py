@@ -52,15 +52,23 @@ GEOMETRY: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 1024,
     "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
-}  # fmt: skip
+}
 MIXTURE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 VISION = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
     "num_position_embeddings": 16,
-}  # fmt: skip
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3_5", {"intermediate_size": 128}),
     "dense, tied": ("Qwen3_5", {"intermediate_size": 128, "tie_word_embeddings": True}),
@@ -130,8 +138,10 @@ class TestParity:
         """
         model, ids = zoo.load(checkpoint(kind), **FP32), tokens()
         exact = float64_of(model).logits(ids)
-        mine, their = (float((x.double() - exact).abs().max()) for x in (
-            model(ids, cu_seqlens=whole(ids)).logits, theirs(checkpoint(kind), torch.float32)(ids[None]).logits[0]))  # fmt: skip
+        mine, their = (
+            float((x.double() - exact).abs().max())
+            for x in (model(ids, cu_seqlens=whole(ids)).logits, theirs(checkpoint(kind), torch.float32)(ids[None]).logits[0])
+        )
         assert mine <= 5e-4 and their <= 1e-3
 
     @pytest.mark.parametrize("kind", KINDS)

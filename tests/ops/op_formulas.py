@@ -74,9 +74,19 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pr
 
 
 def _norm_rope(
-    qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
-    eps: float, program: Program, query_width: int | None = None, zero_centred: bool = False,
-) -> Any:  # fmt: skip
+    qkv_RC: Tensor,
+    q_weight_E: Tensor,
+    k_weight_E: Tensor,
+    table_PC2: Tensor,
+    positions_R: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    program: Program,
+    query_width: int | None = None,
+    zero_centred: bool = False,
+) -> Any:
     width = q_weight_E.shape[0]
     shape, offset = norm_rope_reference.Heads(heads, kv_heads, width, query_width or width), float(zero_centred)
     q, k = norm_rope_reference.norm_rope(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, offset)
@@ -142,9 +152,19 @@ def _rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program, ne
 
 
 def _norm_rotate(
-    qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, table_PC2: Tensor, positions_R: Tensor, *, heads: int, kv_heads: int,
-    eps: float, program: Program, query_width: int | None = None, zero_centred: bool = False,
-) -> Any:  # fmt: skip
+    qkv_RC: Tensor,
+    q_weight_E: Tensor,
+    k_weight_E: Tensor,
+    table_PC2: Tensor,
+    positions_R: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    program: Program,
+    query_width: int | None = None,
+    zero_centred: bool = False,
+) -> Any:
     width = q_weight_E.shape[0]
     columns = qkv_RC.split([heads * (query_width or width), kv_heads * width, kv_heads * width], 1)
     q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(columns, (heads, kv_heads, kv_heads), strict=True))

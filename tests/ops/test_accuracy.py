@@ -94,8 +94,11 @@ def test_two_percent_are_seen(op: str) -> None:
 def test_a_case_of_another_function_does_not_count() -> None:
     cases = cases_of("rms_norm", ALIGNED)
     assert {case.name for case in cases} - {case.name for case in reached("rms_norm")} == {
-        "tiny", "odd, added", "cancelling sum", "1024 wide"
-    }  # fmt: skip
+        "tiny",
+        "odd, added",
+        "cancelling sum",
+        "1024 wide",
+    }
     assert all(len(reached(op)) == len(cases_of(op, ALIGNED)) for op in ops.CONTRACTS if op != "rms_norm")
 
 

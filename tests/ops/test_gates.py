@@ -349,9 +349,16 @@ def test_refusals_name_both_numbers(call: Any, message: str) -> None:
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize(
     ("change", "dtype"),
-    [((0, 0, -7), None), ((0, 0, 1), None), ((0, 1, 0), None), ((0, -1, 0), None), ((0, 0, 0), torch.float32),
-     ((-1, 0, 0), None), ((1, 0, 0), None)],
-)  # fmt: skip
+    [
+        ((0, 0, -7), None),
+        ((0, 0, 1), None),
+        ((0, 1, 0), None),
+        ((0, -1, 0), None),
+        ((0, 0, 0), torch.float32),
+        ((-1, 0, 0), None),
+        ((1, 0, 0), None),
+    ],
+)
 def test_carried_rows_must_fit(slots: bool, change: tuple[int, int, int], dtype: torch.dtype | None) -> None:
     """One channel for all, transformers' four columns, another count of sequences: each gave numbers. Spare slots are none of these."""
     needed = (4 if slots else 2, 3, 8)

@@ -156,14 +156,18 @@ def _tiny() -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "log_prob": (
             "a group",
-            {"hidden_RD": floats(3, 4), "weight_VD": floats(7, 4), "targets_R": torch.tensor([0, 6, 3]),
-             "inverse_temperature_R": torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)},
+            {
+                "hidden_RD": floats(3, 4),
+                "weight_VD": floats(7, 4),
+                "targets_R": torch.tensor([0, 6, 3]),
+                "inverse_temperature_R": torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64),
+            },
         ),
         "attention": (
             "ratio 3",
             {"q_RHE": floats(5, 3, 2), "k_RGE": floats(5, 1, 2), "v_RGE": floats(5, 1, 2), "lengths": [3, 2], "scale": 0.7},
         ),
-    }  # fmt: skip
+    }
 
 
 CASES = {(p.values[0].op, p.values[0].name): p.values[0] for p in differentiable()}

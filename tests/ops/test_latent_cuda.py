@@ -116,8 +116,14 @@ def test_select_launches_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decoded(capacity: int) -> Tensor:
         at = torch.tensor(rows, device="cuda")
-        static = Rows(at, torch.arange(len(rows), device="cuda"), torch.arange(len(rows) + 1, dtype=torch.int32, device="cuda"),
-                      (at + 1).int(), max_rows=1, max_length=capacity)  # fmt: skip
+        static = Rows(
+            at,
+            torch.arange(len(rows), device="cuda"),
+            torch.arange(len(rows) + 1, dtype=torch.int32, device="cuda"),
+            (at + 1).int(),
+            max_rows=1,
+            max_length=capacity,
+        )
         wide = torch.cat([table.expand(len(rows), -1), table.new_zeros(len(rows), 30)], 1).contiguous()
         assert pages is not None
         return select_kernels.select(q[at], weights[at], pages, wide, static, TOP_K)
@@ -272,8 +278,14 @@ def test_graph_replay_equals_eager() -> None:
         for n, length in enumerate(lengths):
             step(memory.view(table[n : n + 1])[0], Rows.pushed([length], [0], "cuda"), torch.arange(length, device="cuda"))
     positions = torch.tensor([*lengths, 0], device="cuda")
-    static = Rows(positions.clone(), torch.arange(batch, device="cuda"), torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
-                  torch.ones(batch, dtype=torch.int32, device="cuda"), max_rows=1, max_length=64 * blocks)  # fmt: skip
+    static = Rows(
+        positions.clone(),
+        torch.arange(batch, device="cuda"),
+        torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
+        torch.ones(batch, dtype=torch.int32, device="cuda"),
+        max_rows=1,
+        max_length=64 * blocks,
+    )
     [layer] = graphed.view(table)
     run = lambda: step(layer, static, static.positions_R)  # noqa: E731
     side = torch.cuda.Stream()

@@ -103,8 +103,10 @@ def test_one_more_rounding_is_seen(op: str) -> None:
     """The control: operands cut to 6 bits of mantissa miss the bound."""
     case = next(c for c in cases_of(op, ALIGNED) if c.kind == "normal" and c.name not in ("one by one", "one row", "tiny"))
     args = case.make(1, "cpu", torch.bfloat16)
-    coarse = {k: (v.view(torch.int16) & ~7).view(torch.bfloat16) if isinstance(v, Tensor) and v.dtype == torch.bfloat16 else v
-              for k, v in args.items()}  # fmt: skip
+    coarse = {
+        k: (v.view(torch.int16) & ~7).view(torch.bfloat16) if isinstance(v, Tensor) and v.dtype == torch.bfloat16 else v
+        for k, v in args.items()
+    }
     exact = tensors(Trial(case, FLOAT64, promoted(args), TEXTBOOK).call())
     found = tensors(Trial(case, ALIGNED, coarse).call())
     assert max(relative_error(a, b) for (_, a), (_, b) in zip(found, exact, strict=True)) > BF16_BOUND
