@@ -350,7 +350,7 @@ def draw_piece(
     how: Callable[[str, tuple[int, ...], bool], Draw] = usual_recipe,
 ) -> Tensor:
     """Fills the place of one published tensor from (seed, published name); codes and scales from the values that they are of."""
-    owner = next((other for other in table.entries if entry.ours in other.beside), entry)
+    owner = table.owners.get(entry.ours, entry)
     if owner.codec is not None and owner.beside:
         whole = owner.layouts[0][entry.layouts[0].index(piece)]
         values = torch.empty(whole.shape, dtype=torch.float32, device=out.device)
@@ -358,8 +358,7 @@ def draw_piece(
         stored = owner.codec.encode(draw_piece(whole, values, seed, table, plain, how))
         with torch.no_grad():
             return out.copy_(stored[(owner.ours, *owner.beside).index(entry.ours)])
-    tied = any(other.optional_alias and other.ours == entry.ours for other in table.entries)
-    draw = how(piece.published, piece.shape, tied)
+    draw = how(piece.published, piece.shape, entry.ours in table.tied)
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
 
 

@@ -212,6 +212,16 @@ class WeightTable:
         return {entry.ours: entry for entry in self.entries if not entry.optional_alias}
 
     @cached_property
+    def owners(self) -> dict[str, Entry]:
+        """The entries whose codec stores something beside them, by the name of the parameter that holds it. Not to be changed."""
+        return {name: entry for entry in self.entries for name in entry.beside}
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Our names of the parameters that a checkpoint may have once more, as an alias."""
+        return frozenset(entry.ours for entry in self.entries if entry.optional_alias)
+
+    @cached_property
     def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:
         """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
         return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}

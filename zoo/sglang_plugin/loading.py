@@ -59,8 +59,7 @@ def _pieces(zoo: ForServing, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
     table = zoo.table_of()
     wide = [entry for entry in table.entries if entry.stored(torch.bfloat16) is torch.float32]
     fp32 = {p.published for entry in wide for layout in entry.layouts for p in layout}
-    tied = {entry.ours for entry in table.entries if entry.optional_alias}
-    together = {p.published for entry in table.entries if entry.ours in tied for layout in entry.layouts for p in layout}
+    together = {p.published for entry in table.entries if entry.ours in table.tied for layout in entry.layouts for p in layout}
 
     def of(piece: list[tuple[str, Tensor]]) -> Callable[[], list[tuple[str, Tensor]]]:
         return lambda: [(n, _widened(t.to(device)) if n in fp32 else t.to(device)) for n, t in piece]
