@@ -295,16 +295,16 @@ class TestFSDP2:
         model, whole = load(checkpoints("qwen3")), load(checkpoints("qwen3"))
         weights, version = list(whole.published_tensors()), whole.weights_version
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        doors: tuple[Callable[[], object], ...] = (
+        calls: tuple[Callable[[], object], ...] = (
             model.fingerprint,
             lambda: model.weights_version,
             model.published_tensors,
             lambda: model.load_weights(weights),
             lambda: model.save_pretrained(tmp_path / "out"),
         )
-        for door in doors:
+        for call in calls:
             with pytest.raises(ValueError, match=r"^model\.\S+ is sharded .* gather the weights first .parameter.full_tensor"):
-                door()
+                call()
         assert not (tmp_path / "out").exists()
         name, _ = weights[-1]
         sharded = next(p for p in model.parameters() if p.shape == weights[-1][1].shape)

@@ -123,7 +123,7 @@ def test_new_models_are_sharded_on_save(tmp_path: Path) -> None:
         assert load(tmp_path / name).config == model.config
 
 
-def test_random_weights_do_not_depend_on_the_door(published: Path) -> None:
+def test_random_weights_do_not_depend_on_the_class(published: Path) -> None:
     loaded = load(published)
     made = Qwen3ForServing.from_config(loaded.config, seed=0, device="cpu")
     assert made.weights_version == loaded.weights_version
@@ -329,9 +329,9 @@ def test_other_refusals(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a local folder nor a hub id"):
         zoo.load("no spaces allowed")
     for path in (123, None, b"x", "/" + "n" * 300):
-        for door in (Qwen3ForRL.from_pretrained, zoo.load):
+        for opener in (Qwen3ForRL.from_pretrained, zoo.load):
             with pytest.raises(ValueError, match="is not a folder and not a hub id"):
-                door(path)
+                opener(path)
     for device, expected in (
         ("tpu", "cpu, cuda or cuda:N"),
         (1.5, "cpu, cuda or cuda:N"),

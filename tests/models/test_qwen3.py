@@ -163,7 +163,7 @@ class TestModes:
         expected = everything()
         enabled = True
         assert_same_bytes(everything(), expected)
-        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LawBroken):  # the control: the loop behind the door
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(LawBroken):  # the control: the loop behind the public call
             bare = model.hidden_rows(ids, Rows.packed(starts))
             assert_same_bytes(bare, model(ids, cu_seqlens=starts).hidden_states)
 

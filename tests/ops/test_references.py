@@ -1,4 +1,4 @@
-"""What the references mean: the textbook's formulas in float64, the roundings that the contracts name, refusals at the doors."""
+"""What the references mean: the textbook's formulas in float64, the roundings that the contracts name, refusals of public calls."""
 
 from __future__ import annotations
 

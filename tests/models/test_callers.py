@@ -190,7 +190,7 @@ class TestCompilers:
         memory = served.make_memory(4, 16, 2)
         table = memory.table([[1, 2]], [1], 2)
         hidden = model(IDS, cu_seqlens=STARTS).hidden_states.detach()
-        doors: dict[Any, tuple[Any, ...]] = {
+        calls: dict[Any, tuple[Any, ...]] = {
             model.score: (IDS, STARTS),
             model.forward: (IDS, STARTS),
             model.logits: (hidden,),
@@ -199,11 +199,11 @@ class TestCompilers:
             served.prefill: (IDS[:20], rows, memory, table),
             served.decode: (IDS[:20], rows, memory, table),
         }
-        for door, inputs in doors.items():
-            torch.compile(door, backend=backend)(*inputs)
-            assert not captured, door.__name__
-        for door in (model.logits, served.logits):  # the control: what stands behind a door would be captured
-            torch.compile(door.__wrapped__, backend=backend)(door.__self__, hidden)
+        for call, inputs in calls.items():
+            torch.compile(call, backend=backend)(*inputs)
+            assert not captured, call.__name__
+        for call in (model.logits, served.logits):  # the control: what stands behind a call would be captured
+            torch.compile(call.__wrapped__, backend=backend)(call.__self__, hidden)
         assert len(captured) >= 2
 
 
@@ -224,9 +224,9 @@ def test_a_converted_model_is_refused(model: ForRL, name: str) -> None:
         if ready:
             converted.score(IDS, STARTS)
         convert(converted)
-        for door, inputs in ((converted.score, (IDS, STARTS)), (converted, (IDS, STARTS)), (converted.logits, (IDS,))):
+        for call, inputs in ((converted.score, (IDS, STARTS)), (converted, (IDS, STARTS)), (converted.logits, (IDS,))):
             with pytest.raises(ValueError, match=rf"is {dtype}, program 'aligned' needs torch.(bfloat16|float32)"):
-                door(*inputs)
+                call(*inputs)
 
 
 def test_what_moves_no_dtype_is_taken(model: ForRL) -> None:
@@ -562,9 +562,9 @@ def test_final_rows_of_another_model_are_refused() -> None:
     good, ids = torch.randn(3, width).bfloat16(), torch.tensor([1, 2, 3])
     assert server.log_prob(good, ids).shape == (3,) and server.logits(good).dtype == torch.float32
     for bad in (good[:, : width // 2], good.float(), good[0], good[None]):
-        for door, more in ((server.logits, ()), (server.log_prob, (ids,))):
+        for call, more in ((server.logits, ()), (server.log_prob, (ids,))):
             with pytest.raises(ValueError, match=rf"final rows are \[R, {width}\] of torch.bfloat16, not "):
-                door(bad, *more)
+                call(bad, *more)
 
 
 def test_a_prefill_s_shapes_are_checked_before_it_writes() -> None:

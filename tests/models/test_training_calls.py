@@ -1,4 +1,4 @@
-"""What the training door refuses, with both numbers in one sentence, and the gradients of what else it reports."""
+"""What the training model refuses, with both numbers in one sentence, and the gradients of what else it reports."""
 
 from __future__ import annotations
 
