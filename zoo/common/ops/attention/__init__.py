@@ -47,21 +47,38 @@ CONTRACT = Contract(
     "log2(e) must stay below 2^30 in size: beyond it FlashAttention 4's exponent of the largest score is wrong by a rounding's error",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:attention", f"{__name__}.reference:attention_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:attention",
+            f"{__name__}.reference:attention_backward",
+            defining=True,
         ),
         Provider(
-            "fa4", "fa4", "cuda", f"{__name__}.kernels:attention_fa4", f"{__name__}.kernels:attention_backward",
-            needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
+            "fa4",
+            "fa4",
+            "cuda",
+            f"{__name__}.kernels:attention_fa4",
+            f"{__name__}.kernels:attention_backward",
+            needs=("flash_attn.cute",),
+            serves=_fa4_serves,
+            defining=True,
         ),
         Provider(
-            "split_kv", "split_kv", "cuda", f"{__name__}.kernels:attention_split_kv", f"{__name__}.kernels:attention_backward",
-            needs=("flash_attn.cute",), serves=_fa4_serves, defining=True,
+            "split_kv",
+            "split_kv",
+            "cuda",
+            f"{__name__}.kernels:attention_split_kv",
+            f"{__name__}.kernels:attention_backward",
+            needs=("flash_attn.cute",),
+            serves=_fa4_serves,
+            defining=True,
         ),
     ),
     shape=_shape,
     history="history",
     cached=_cached,
-)  # fmt: skip
+)
 
 
 class _Attention(OpFunction):
@@ -72,7 +89,10 @@ class _Attention(OpFunction):
         out, lse = provider.function("forward")(q, k, v, table, rows, scale, segment)
         if table is None:
             ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rows, ctx.scale, ctx.segment, ctx.provider = rows, scale, segment, provider
+        ctx.rows = rows
+        ctx.scale = scale
+        ctx.segment = segment
+        ctx.provider = provider
         return out
 
     @staticmethod
@@ -88,7 +108,8 @@ def attention(q_RHE: Tensor, history: KeyValues, rows: Rows, scale: float, *, pr
 
     ValueError if the query heads are not a multiple of the key heads. Only packed keys carry a gradient.
     """
-    heads, kv_heads = q_RHE.shape[1], history.k.shape[-2]
+    heads = q_RHE.shape[1]
+    kv_heads = history.k.shape[-2]
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads are not a multiple of {kv_heads} key heads")
     provider = CONTRACT.provider(program, _shape({"q_RHE": q_RHE, "history": history}))

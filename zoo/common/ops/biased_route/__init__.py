@@ -27,14 +27,23 @@ CONTRACT = Contract(
     launch="the same everywhere",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:biased_route", f"{__name__}.backward:biased_route_backward",
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:biased_route",
+            f"{__name__}.backward:biased_route_backward",
             defining=True,
         ),
         Provider(
-            "triton", "fp32", "cuda", f"{__name__}.kernels:biased_route", f"{__name__}.backward:biased_route_backward", defining=True,
+            "triton",
+            "fp32",
+            "cuda",
+            f"{__name__}.kernels:biased_route",
+            f"{__name__}.backward:biased_route_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class Choice(NamedTuple):
@@ -52,7 +61,8 @@ class _BiasedRoute(OpFunction):
     def forward(ctx: Any, logits: Tensor, bias: Tensor, choice: Choice, provider: Provider) -> Any:
         weights, experts = provider.function("forward")(logits, bias, choice)
         ctx.save_for_backward(logits, experts)
-        ctx.choice, ctx.provider = choice, provider
+        ctx.choice = choice
+        ctx.provider = provider
         ctx.mark_non_differentiable(experts)
         return weights, experts
 

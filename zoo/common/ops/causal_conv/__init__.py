@@ -35,24 +35,33 @@ CONTRACT = Contract(
     launch="16 rows a program, one in decode; training reads its packed rows; serving also reads and writes three carried rows a sequence",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:causal_conv",
-            f"{__name__}.backward:causal_conv_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:causal_conv",
+            f"{__name__}.backward:causal_conv_backward",
+            defining=True,
         ),
         Provider(
-            "triton", "single_round", "cuda", f"{__name__}.kernels:causal_conv",
-            f"{__name__}.backward:causal_conv_backward", defining=True,
+            "triton",
+            "single_round",
+            "cuda",
+            f"{__name__}.kernels:causal_conv",
+            f"{__name__}.backward:causal_conv_backward",
+            defining=True,
         ),
     ),
     history="history",
     witness=_witness,
-)  # fmt: skip
+)
 
 
 class _CausalConv(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, carry: Tensor | None, slots: Tensor | None, rows: Rows, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, weight, carry)
-        ctx.rows, ctx.provider = rows, provider
+        ctx.rows = rows
+        ctx.provider = provider
         return provider.function("forward")(x, weight, carry, slots, rows)
 
     @staticmethod
@@ -62,21 +71,25 @@ class _CausalConv(OpFunction):
 
 
 def _check(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows) -> None:
-    channels, sequences = x_RC.shape[1], rows.starts_N1.shape[0] - 1
+    channels = x_RC.shape[1]
+    sequences = rows.starts_N1.shape[0] - 1
     if weight_C4.shape != (channels, 4):
         raise ValueError(f"causal_conv: rows of {channels} channels, a weight of shape {tuple(weight_C4.shape)}")
     if x_RC.shape[0] != rows.count:
         raise ValueError(f"causal_conv: x has {x_RC.shape[0]} rows, there are {rows.count}")
     if isinstance(history, PackedDelta):
-        carry, needed = history.carry_NWC, (sequences, CARRY, channels)
+        carry = history.carry_NWC
+        needed = (sequences, CARRY, channels)
     else:
-        carry, needed = history.rows_SWC, (history.rows_SWC.shape[0], CARRY, channels)
+        carry = history.rows_SWC
+        needed = (history.rows_SWC.shape[0], CARRY, channels)
         if history.slot_N.shape != (sequences,):
             raise ValueError(f"causal_conv: slots {tuple(history.slot_N.shape)} for {sequences} sequences")
     if carry is not None and (carry.shape != needed or carry.dtype != x_RC.dtype):
         raise ValueError(f"causal_conv: carried rows {tuple(carry.shape)} of {carry.dtype}, the rows need {needed} of {x_RC.dtype}")
     if isinstance(history, ConvCarry) and not history.rows_SWC.is_contiguous():  # it is written in place
-        strides, dense = history.rows_SWC.stride(), (CARRY * channels, channels, 1)
+        strides = history.rows_SWC.stride()
+        dense = (CARRY * channels, channels, 1)
         raise ValueError(f"causal_conv: a pool of carried rows must be contiguous, of strides {dense}, not {strides}")
 
 

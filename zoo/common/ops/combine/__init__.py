@@ -27,10 +27,15 @@ CONTRACT = Contract(
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:combine", f"{__name__}.reference:combine_backward", defining=True),
         Provider(
-            "triton", "contributor_tree", "cuda", f"{__name__}.kernels:combine", f"{__name__}.kernels:combine_backward", defining=True,
+            "triton",
+            "contributor_tree",
+            "cuda",
+            f"{__name__}.kernels:combine",
+            f"{__name__}.kernels:combine_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _Combine(OpFunction):
@@ -39,7 +44,8 @@ class _Combine(OpFunction):
         ctx: Any, slots: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, block: int, contributors: int, provider: Provider
     ) -> Tensor:
         ctx.save_for_backward(slots, weights)
-        ctx.shared, ctx.provider = shared is not None, provider
+        ctx.shared = shared is not None
+        ctx.provider = provider
         return provider.function("forward")(slots, weights, experts, shared, block, contributors)
 
     @staticmethod

@@ -25,13 +25,23 @@ CONTRACT = Contract(
     launch="the same everywhere",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:delta_gate", f"{__name__}.backward:delta_gate_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:delta_gate",
+            f"{__name__}.backward:delta_gate_backward",
+            defining=True,
         ),
         Provider(
-            "triton", "fp32", "cuda", f"{__name__}.kernels:delta_gate", f"{__name__}.backward:delta_gate_backward", defining=True,
+            "triton",
+            "fp32",
+            "cuda",
+            f"{__name__}.kernels:delta_gate",
+            f"{__name__}.backward:delta_gate_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _DeltaGate(OpFunction):

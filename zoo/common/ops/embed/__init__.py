@@ -33,7 +33,8 @@ class _Embed(OpFunction):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, provider: Provider) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.vocabulary, ctx.provider = weight.shape[0], provider
+        ctx.vocabulary = weight.shape[0]
+        ctx.provider = provider
         return provider.function("forward")(ids, weight)
 
     @staticmethod

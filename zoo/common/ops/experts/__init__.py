@@ -36,17 +36,27 @@ CONTRACT = Contract(
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:experts", f"{__name__}.reference:experts_backward", defining=True),
         Provider(
-            "deepgemm", "fixed_k", "cuda", f"{__name__}.kernels:experts_deepgemm", f"{__name__}.kernels:experts_backward",
-            needs=("deep_gemm",), serves=_deepgemm_serves, version=2,
+            "deepgemm",
+            "fixed_k",
+            "cuda",
+            f"{__name__}.kernels:experts_deepgemm",
+            f"{__name__}.kernels:experts_backward",
+            needs=("deep_gemm",),
+            serves=_deepgemm_serves,
+            version=2,
         ),
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:experts_triton", f"{__name__}.kernels:experts_backward", defining=True),
         Provider(
-            "grouped_mm", "grouped_mm", "cuda", f"{__name__}.kernels:experts_grouped_mm",
-            f"{__name__}.kernels:experts_backward", defining=True,
+            "grouped_mm",
+            "grouped_mm",
+            "cuda",
+            f"{__name__}.kernels:experts_grouped_mm",
+            f"{__name__}.kernels:experts_backward",
+            defining=True,
         ),
     ),
     shape=_shape,
-)  # fmt: skip
+)
 
 
 class _Experts(OpFunction):

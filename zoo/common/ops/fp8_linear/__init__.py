@@ -37,14 +37,25 @@ CONTRACT = Contract(
     launch="DeepGEMM, which picks a tile by the row count and keeps a row's bytes; no other shape is served on CUDA than its own",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:fp8_linear", f"{__name__}.reference:fp8_linear_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:fp8_linear",
+            f"{__name__}.reference:fp8_linear_backward",
+            defining=True,
         ),
         Provider(
-            "deepgemm", "deepgemm_fp8", "cuda", f"{__name__}.kernels:fp8_linear", f"{__name__}.kernels:fp8_linear_backward",
-            needs=("deep_gemm",), serves=_serves, defining=True,
+            "deepgemm",
+            "deepgemm_fp8",
+            "cuda",
+            f"{__name__}.kernels:fp8_linear",
+            f"{__name__}.kernels:fp8_linear_backward",
+            needs=("deep_gemm",),
+            serves=_serves,
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _Fp8Linear(OpFunction):
@@ -86,7 +97,8 @@ def fp8_linear(
 
     ValueError if the widths differ, or if the scales are not those of blocks of 128 by 128.
     """
-    (n, k), blocks = codes_NK.shape, tuple(scales_BG.shape)
+    n, k = codes_NK.shape
+    blocks = tuple(scales_BG.shape)
     if x_RK.shape[-1] != k:
         raise ValueError(f"fp8_linear: x has {x_RK.shape[-1]} columns, the weight takes {k}")
     wanted = (-(-n // GROUP), -(-k // GROUP))

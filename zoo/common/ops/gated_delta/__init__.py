@@ -58,24 +58,32 @@ CONTRACT = Contract(
     "the program's dtype, once: exp(G) grad, grad_r, in the scan grad_u and the states' gradients; as two operands each: P, T, else "
     "grad_u, the gradients of q_i . k_j and k_i . k_j. w, u, the states as rows read them and exp(G_63 - G_j) k_j are the forward's. "
     "log_decay's is a sum less another: where it should vanish FP32 noise is left, about 1e-7 of max |q . grad_q|",
-    launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the "
-    "same launch",
+    launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the same launch",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:gated_delta", f"{__name__}.backward:gated_delta_backward",
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:gated_delta",
+            f"{__name__}.backward:gated_delta_backward",
             defining=True,
         ),
         Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_serves, defining=True),
         Provider(
-            "fla", "recurrent", "cuda", f"{__name__}.rival_fla:gated_delta", f"{__name__}.rival_fla:gated_delta_backward",
-            needs=("fla.ops.gated_delta_rule",), defining=True,
+            "fla",
+            "recurrent",
+            "cuda",
+            f"{__name__}.rival_fla:gated_delta",
+            f"{__name__}.rival_fla:gated_delta_backward",
+            needs=("fla.ops.gated_delta_rule",),
+            defining=True,
         ),
         Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_serves, defining=True),
     ),
     shape=_shape,
     history="history",
     witness=_witness,
-)  # fmt: skip
+)
 
 
 class _GatedDelta(OpFunction):
@@ -86,7 +94,8 @@ class _GatedDelta(OpFunction):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None, rows: Rows, provider: Provider
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, log_decay, beta, *(() if initial is None else (initial,)))
-        ctx.rows, ctx.provider = rows, provider
+        ctx.rows = rows
+        ctx.provider = provider
         ctx.set_materialize_grads(False)
         return provider.function("forward")(q, k, v, log_decay, beta, initial, rows)
 

@@ -24,22 +24,31 @@ CONTRACT = Contract(
     launch="the same everywhere",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:gated_rms_norm",
-            f"{__name__}.backward:gated_rms_norm_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:gated_rms_norm",
+            f"{__name__}.backward:gated_rms_norm_backward",
+            defining=True,
         ),
         Provider(
-            "triton", "pair_tree", "cuda", f"{__name__}.kernels:gated_rms_norm",
-            f"{__name__}.backward:gated_rms_norm_backward", defining=True,
+            "triton",
+            "pair_tree",
+            "cuda",
+            f"{__name__}.kernels:gated_rms_norm",
+            f"{__name__}.backward:gated_rms_norm_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _GatedRMSNorm(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
-        ctx.eps, ctx.provider = eps, provider
+        ctx.eps = eps
+        ctx.provider = provider
         return provider.function("forward")(x, gate, weight, eps)
 
     @staticmethod

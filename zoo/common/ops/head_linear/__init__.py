@@ -30,15 +30,24 @@ CONTRACT = Contract(
     launch="one program a head and tile of rows and columns; a weight may be read transposed where it lies",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:head_linear", f"{__name__}.reference:head_linear_backward",
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:head_linear",
+            f"{__name__}.reference:head_linear_backward",
             defining=True,
         ),
         Provider(
-            "triton", "fixed_k", "cuda", f"{__name__}.kernels:head_linear", f"{__name__}.kernels:head_linear_backward", defining=True,
+            "triton",
+            "fixed_k",
+            "cuda",
+            f"{__name__}.kernels:head_linear",
+            f"{__name__}.kernels:head_linear_backward",
+            defining=True,
         ),
     ),
     shape=_shape,
-)  # fmt: skip
+)
 
 
 class _HeadLinear(OpFunction):

@@ -28,7 +28,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class _L2Norm(OpFunction):

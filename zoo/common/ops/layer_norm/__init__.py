@@ -25,21 +25,31 @@ CONTRACT = Contract(
     launch="one program a row",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:layer_norm", f"{__name__}.backward:layer_norm_backward",
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:layer_norm",
+            f"{__name__}.backward:layer_norm_backward",
             defining=True,
         ),
         Provider(
-            "triton", "pair_tree", "cuda", f"{__name__}.kernels:layer_norm", f"{__name__}.backward:layer_norm_backward", defining=True,
+            "triton",
+            "pair_tree",
+            "cuda",
+            f"{__name__}.kernels:layer_norm",
+            f"{__name__}.backward:layer_norm_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _LayerNorm(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, provider: Provider) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.provider = eps, provider
+        ctx.eps = eps
+        ctx.provider = provider
         return provider.function("forward")(x, weight, bias, eps)
 
     @staticmethod

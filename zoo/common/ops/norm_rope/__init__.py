@@ -26,21 +26,35 @@ CONTRACT = Contract(
     launch="one launch for all query and key heads of a row",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:norm_rope", f"{__name__}.reference:norm_rope_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:norm_rope",
+            f"{__name__}.reference:norm_rope_backward",
+            defining=True,
         ),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:norm_rope", f"{__name__}.kernels:norm_rope_backward", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class _NormRope(OpFunction):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, heads: Heads, eps: float,
-        offset: float, provider: Provider,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        heads: Heads,
+        eps: float,
+        offset: float,
+        provider: Provider,
+    ) -> Any:
         ctx.save_for_backward(qkv, q_weight, k_weight, table, positions)
-        ctx.constants, ctx.provider = (heads, eps, offset), provider
+        ctx.constants = (heads, eps, offset)
+        ctx.provider = provider
         q, k = provider.function("forward")(qkv, q_weight, k_weight, table, positions, *ctx.constants)
         return q, k, value_heads(qkv, heads)
 

@@ -25,15 +25,23 @@ CONTRACT = Contract(
     launch="the same everywhere",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:output_gate",
-            f"{__name__}.backward:output_gate_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:output_gate",
+            f"{__name__}.backward:output_gate_backward",
+            defining=True,
         ),
         Provider(
-            "triton", "single_round", "cuda", f"{__name__}.kernels:output_gate",
-            f"{__name__}.backward:output_gate_backward", defining=True,
+            "triton",
+            "single_round",
+            "cuda",
+            f"{__name__}.kernels:output_gate",
+            f"{__name__}.backward:output_gate_backward",
+            defining=True,
         ),
     ),
-)  # fmt: skip
+)
 
 
 class _OutputGate(OpFunction):

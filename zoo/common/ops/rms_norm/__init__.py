@@ -25,11 +25,16 @@ CONTRACT = Contract(
     launch="one program a row; a few very wide rows are split over several launches that build the same tree",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:rms_norm", f"{__name__}.reference:rms_norm_backward", defining=True,
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:rms_norm",
+            f"{__name__}.reference:rms_norm_backward",
+            defining=True,
         ),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:rms_norm", f"{__name__}.kernels:rms_norm_backward", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class _RMSNorm(OpFunction):
@@ -39,7 +44,10 @@ class _RMSNorm(OpFunction):
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, provider: Provider) -> Any:
         normed, total = provider.function("forward")(x, residual, weight, eps, offset)
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.offset, ctx.provider, ctx.added = eps, offset, provider, residual is not None
+        ctx.eps = eps
+        ctx.offset = offset
+        ctx.provider = provider
+        ctx.added = residual is not None
         if residual is None:
             return normed
         return normed, total

@@ -41,7 +41,8 @@ class _Rope(OpFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, neighbours: bool, provider: Provider) -> Tensor:
         ctx.save_for_backward(table, positions)
-        ctx.neighbours, ctx.provider = neighbours, provider
+        ctx.neighbours = neighbours
+        ctx.provider = provider
         return provider.function("forward")(x, table, positions, False, neighbours)
 
     @staticmethod

@@ -28,7 +28,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:route", f"{__name__}.backward:route_backward", defining=True),
         Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:route", f"{__name__}.backward:route_backward", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class _Route(OpFunction):
@@ -36,7 +36,8 @@ class _Route(OpFunction):
     def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool, provider: Provider) -> Any:
         weights, experts = provider.function("forward")(logits, top_k, renormalise)
         ctx.save_for_backward(logits, experts)
-        ctx.renormalise, ctx.provider = renormalise, provider
+        ctx.renormalise = renormalise
+        ctx.provider = provider
         ctx.mark_non_differentiable(experts)
         return weights, experts
 

@@ -42,7 +42,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:draw", _GRAD.format("reference"), defining=True),
         Provider("triton", "fixed_point", "cuda", f"{__name__}.kernels:draw", _GRAD.format("kernels"), defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class Drawn(NamedTuple):

@@ -39,7 +39,7 @@ CONTRACT = Contract(
     ),
     history="keys",
     cached=_cached,
-)  # fmt: skip
+)
 
 
 @observed(CONTRACT)

@@ -41,30 +41,47 @@ CONTRACT = Contract(
     "once; lanes without a position read nothing and change nothing",
     providers=(
         Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:sparse_attention", f"{__name__}.backward:sparse_attention_backward",
+            "reference",
+            "reference",
+            "cpu",
+            f"{__name__}.reference:sparse_attention",
+            f"{__name__}.backward:sparse_attention_backward",
             defining=True,
         ),
         Provider(
-            "triton", "list_tiles", "cuda", f"{__name__}.kernels:sparse_attention", f"{__name__}.backward:sparse_attention_backward",
+            "triton",
+            "list_tiles",
+            "cuda",
+            f"{__name__}.kernels:sparse_attention",
+            f"{__name__}.backward:sparse_attention_backward",
             defining=True,
         ),
     ),
     shape=_shape,
     history="latent",
     cached=_cached,
-)  # fmt: skip
+)
 
 
 class _SparseAttention(OpFunction):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, latent: Tensor, table: Tensor | None, positions: Tensor, rows: Rows, values: int, scale: float,
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        table: Tensor | None,
+        positions: Tensor,
+        rows: Rows,
+        values: int,
+        scale: float,
         provider: Provider,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         out, lse = provider.function("forward")(q, latent, table, positions, rows, values, scale)
         if table is None:
             ctx.save_for_backward(q, latent, positions, out, lse)
-        ctx.rows, ctx.scale, ctx.provider = rows, scale, provider
+        ctx.rows = rows
+        ctx.scale = scale
+        ctx.provider = provider
         return out
 
     @staticmethod

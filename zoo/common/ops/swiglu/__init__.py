@@ -26,7 +26,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:swiglu", f"{__name__}.reference:swiglu_backward", defining=True),
         Provider("triton", "single_round", "cuda", f"{__name__}.kernels:swiglu", f"{__name__}.kernels:swiglu_backward", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 class _SwiGLU(OpFunction):
