@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_a_slip_of_the_list_can_be_planted(slip: Slip) -> None:
         file, _, name = test.partition("::")
         text = (ROOT / file).read_text()
         function = name.rsplit("::", 1)[-1].partition("[")[0]
-        assert not function or f"def {function}(" in text, f"{file} has no {function}"
+        assert not function or re.search(rf"^\s*(def|class) {function}\b", text, re.MULTILINE), f"{file} has no {function}"
 
 
 def test_caught_and_not_caught(toy: Path) -> None:

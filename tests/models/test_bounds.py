@@ -20,8 +20,8 @@ import zoo.qwen3_5.weights as qwen3_5
 from weights_tools.make_tiny import make_tiny
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
-from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, JSON_VALUES, clipped, shown, some
-from zoo.common.shards import INDEX
+from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, JSON_VALUES, clipped, parse_object, shown, some
+from zoo.common.shards import INDEX, read_shard
 
 SECONDS = 2.0
 BYTES = 200 << 20
@@ -163,6 +163,32 @@ def test_a_checkpoint_without_bounds_is_refused_at_once(case: str, made: Path, t
     assert len(said) < SENTENCE and "\n" not in said
     assert re.search(expected, said), said
     assert seconds < SECONDS and peak < BYTES, (seconds, peak)
+
+
+@pytest.mark.parametrize(("value", "marks"), [(b"[[]]", 3), (b'{"a":{}}', 3), (b"1", 1)])
+def test_brackets_count_as_values(value: bytes, marks: int) -> None:
+    """A value inside others takes memory for each of them: commas alone would let three times as many through."""
+    fits = JSON_VALUES // marks
+    text = b'{"x":[' + b",".join([value] * (fits - 2)) + b"]}"
+    assert len(parse_object(Path("x.json"), text)["x"]) == fits - 2
+    with pytest.raises(ValueError, match="is the most that is read of JSON"):
+        parse_object(Path("x.json"), text[:-2] + (b"," + value) * 4 + b"]}")
+
+
+@pytest.mark.parametrize("second", [4, 8, 12], ids=["overlaps", "follows", "leaves a gap"])
+def test_data_of_two_tensors_follow_one_another(second: int, tmp_path: Path) -> None:
+    """Ranges that overlap are refused where the file's size is that of both tensors, too."""
+    spec = {"dtype": "F32", "shape": [2]}
+    fields = {"a": {**spec, "data_offsets": [0, 8]}, "b": {**spec, "data_offsets": [second, second + 8]}}
+    raw = json.dumps(fields).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
+    if second == 8:
+        assert [tensor.name for tensor in read_shard(path).tensors] == ["a", "b"]
+    else:
+        begin = 8 + len(raw)
+        with pytest.raises(ValueError, match=f"data of b starts at byte {begin + second}, it should start at {begin + 8}"):
+            read_shard(path)
 
 
 def test_what_a_message_shows_is_short_and_printable() -> None:

@@ -13,7 +13,7 @@ from zoo.common.fingerprint import Fingerprint, content_hash, products_of, weigh
 from zoo.common.hashing import checksums
 from zoo.common.ops.log_prob import head_shapes
 from zoo.common.weights import Entry, Piece, WeightTable
-from zoo.qwen3 import SIZES, Qwen3ForRL
+from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 
 MINE = Fingerprint({"program": "aligned/1", "dtype": "bfloat16"}, "ffff", {"torch": "2.13"}, {"layout": "one device"})
 
@@ -129,3 +129,15 @@ def test_the_vocabulary_head_is_among_the_products_that_are_qualified() -> None:
     assert model.fingerprint().realisation[f"linear {vocabulary}x{hidden}x1"] == "reference"
     widths = {16384, 151936, 151936 % 16384}
     assert head_shapes(151936, 64) == {(width, 64, 1) for width in widths}
+
+
+def test_another_position_table_is_refused() -> None:
+    """Two machines may compute it differently, with one config and one set of weights."""
+    config = replace(SIZES["tiny"], layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=32, vocabulary=300, positions=24)
+    mine, theirs = (Qwen3ForServing.from_config(config, device="cpu") for _ in range(2))
+    mine.fingerprint().check(theirs.fingerprint())
+    table_PC2 = theirs.model.rotary.table_PC2
+    table_PC2[20, 3, 0] = torch.nextafter(table_PC2[20, 3, 0], torch.tensor(2.0))
+    assert mine.weights_version == theirs.weights_version
+    with pytest.raises(ValueError, match=r"^fingerprints differ in 1 line\(s\): rope\.model\.rotary: \w+ against \w+ \("):
+        mine.fingerprint().check(theirs.fingerprint())

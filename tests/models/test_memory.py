@@ -172,6 +172,37 @@ def test_bytes_of_parts_are_counted() -> None:
     assert memory.capacity(memory.table([[1, 2]], [3], 3)) == 24 and memory.columns(3) == 4
 
 
+class Pair(SlotPart):
+    """A part whose second pool is written before it is read, so that only the first must begin as zeros."""
+
+    def __init__(self, name: str, grain: int) -> None:
+        kept = {f"{name}_first_SE": (torch.float32, (WIDTH,)), f"{name}_second_SE": (torch.float32, (WIDTH,))}
+        super().__init__(name, 2, 4, kept, "cpu", from_zero=[f"{name}_first_SE"])
+        self.grain = grain
+
+
+@pytest.mark.parametrize("slots", [[], [2], [1, 3]])
+@pytest.mark.parametrize("pages", [[], [3], [1, 4]])
+def test_all_parts_are_cleared_where_they_are_assigned_and_nowhere_else(pages: list[int], slots: list[int]) -> None:
+    kept = {"k": (torch.float32, (WIDTH,)), "v": (torch.float32, (WIDTH,))}
+    rows = [PagePart(name, 2, 5, PAGE, {f"{name}_{each}": of for each, of in kept.items()}, "cpu") for name in ("near", "far")]
+    memory = Memory(rows, [Pair("a", 4), Pair("b", 4)], [])
+    for tensor in memory.tensors().values():
+        tensor.fill_(torch.nan)
+    memory.clear(pages, slots)
+    for name, tensor in memory.tensors().items():
+        zeroed = pages if name.startswith(("near", "far")) else [] if "second" in name else slots
+        for place in range(tensor.shape[1]):
+            found = tensor[:, place]
+            assert bool((found == 0).all()) if place in zeroed else bool(found.isnan().all()), (name, place)
+
+
+def test_a_memory_is_copied_out_where_all_its_parts_can_be() -> None:
+    rows = PagePart("rows", 1, 4, PAGE, {"k": (torch.float32, (WIDTH,))}, "cpu")
+    for grains, whole_grain in (((4, 6), 12), ((6, 4), 12), ((1, 64), 64), ((64, 1), 64)):
+        assert Memory([rows], [Pair(name, grain) for name, grain in zip("ab", grains, strict=True)], []).grain == whole_grain
+
+
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     def part(pages: int = 4, page_size: int = 8, tokens: int = 1) -> PagePart:
         return PagePart("a", 1, pages, page_size, {"x": (torch.float32, (2,))}, "cpu", tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.testing import as_integers
-from zoo.verify.tally import Tally
+from zoo.verify.tally import Tally, emptiness, k3_of
 from zoo.verify.ways import Seen
 
 LENGTH = 5
@@ -122,3 +122,24 @@ def test_states_of_other_layers_are_an_error() -> None:
     way = replace(way_after(reference, 2, 4), slot=lambda length: fewer)
     with pytest.raises(ValueError, match=r"states \['delta_state.0', 'delta_state.1'\] against \['delta_state.0'\]"):
         tally_of(reference, way)
+
+
+@pytest.mark.parametrize("log_prob", [-5.0, -0.01, -1e-4])
+def test_k3_of_one_ulp_near_certainty(log_prob: float) -> None:
+    """d^2 / 2 is far below what FP64 keeps of 1 + d: taking 1 away last would leave nothing of it."""
+    trainer = torch.tensor([log_prob])
+    sampler = torch.nextafter(trainer, torch.zeros(1))
+    d = float(trainer.double() - sampler.double())
+    assert d != 0 and k3_of(trainer, sampler) == pytest.approx(d * d / 2, rel=1e-4, abs=0)
+
+
+@pytest.mark.parametrize(("alike", "sentence"), [(5, None), (6, "6 of 10 log-probabilities share one bit pattern")])
+def test_more_than_half_of_one_bit_pattern_prove_nothing(alike: int, sentence: str | None) -> None:
+    log_prob = torch.cat([torch.full((alike,), -3.0), torch.linspace(-4, -5, 10 - alike)])
+    assert emptiness(log_prob, None, 512) == sentence
+
+
+@pytest.mark.parametrize(("certain", "sentence"), [(5, None), (6, "6 of 10 log-probabilities exceed -0.001")])
+def test_more_than_half_near_certainty_prove_nothing(certain: int, sentence: str | None) -> None:
+    log_prob = torch.cat([torch.linspace(-1e-4, -9e-4, certain), torch.linspace(-4, -5, 10 - certain)])
+    assert emptiness(log_prob, None, 512) == sentence

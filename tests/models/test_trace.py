@@ -130,6 +130,14 @@ def test_hooks_are_gone_and_bytes_unchanged(subject: Subject) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in subject.trainer.modules())
 
 
+def test_of_a_row_that_is_pushed_twice_the_first_counts() -> None:
+    """A chunk that is pushed again after a preemption, or a sequence that stands twice in a batch: both runs take the same one."""
+    tracer, key = Tracer(torch.nn.Module()), Key("layer", "op", 0, "out")
+    tracer.seen[key] = [(torch.tensor([7, 3]), torch.tensor([70, 30])), (torch.tensor([3, 9, 7]), torch.tensor([31, 90, 71]))]
+    codes, checksums = tracer.rows_of(key)
+    assert codes.tolist() == [3, 7, 9] and checksums.tolist() == [30, 70, 90]
+
+
 def test_row_checksums_see_one_bit_and_one_swap() -> None:
     x = torch.randn(5, 3, 4).to(torch.bfloat16)
     y = x.clone()

@@ -66,9 +66,8 @@ def test_any_schedule_in_any_pages(data: Any, drawn: tuple[list[int], Case], pla
     t = Trial(case, program, case.make(seed, "cpu", torch.bfloat16))
     pushed = attention.push(t, t.args, data.draw(schedules(lengths)), place)
     assert_same_bytes(pushed["out"], t.call(), "a schedule in pages against packed rows")
-    for name, cached in (("k", "k_RGE"), ("v", "v_RGE")):
-        whole = torch.cat([document[name][0] for document in pushed["cached"]])
-        assert_same_bytes(whole, t.args[cached], f"cached {name}")
+    for name, documents_cached in zip(("k_RGE", "v_RGE"), zip(*pushed["cached"], strict=True), strict=True):
+        assert_same_bytes(torch.cat(documents_cached), t.args[name], f"cached {name}")
 
 
 @QUICK
