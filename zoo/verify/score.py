@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.reading import printable
 from zoo.common.rollouts import Completion, check_draws
 from zoo.common.training import ForRL
 from zoo.verify.scored import SCORES, Scores, compare
@@ -103,7 +104,7 @@ def main() -> int:
         model = models.of(records)
         scores = score(model, completions)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     if given.out:
         given.out.write_text(json.dumps({"scores": scores}))
