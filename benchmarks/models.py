@@ -24,7 +24,7 @@ from benchmarks.models_bench import Bench, free, lines, twin
 from benchmarks.models_parts import decode, ladder, prefill, prove, score, train
 from zoo.common.family import Family
 from zoo.common.ops import CONTRACTS
-from zoo.common.program import UNALIGNED_CUDA, Program, resolve
+from zoo.common.program import Program, resolve
 from zoo.common.registry import architectures
 from zoo.verify.qualify import targets_of
 
@@ -70,7 +70,8 @@ def _rival(config: Any, family: Family) -> Program:
     if ours:
         print(f"rival: {' and '.join(ours)} are ours in it too; products and experts are not", flush=True)
     if "gated_delta" in used:
-        provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == UNALIGNED_CUDA["gated_delta"])
+        wanted = program.byte_class("gated_delta")
+        provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == wanted)
         try:
             provider.function("serve")
         except (ImportError, AttributeError) as error:

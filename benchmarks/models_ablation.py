@@ -11,7 +11,10 @@ import torch
 from benchmarks.common import table
 from benchmarks.models_bench import Bench, free, turns, twin
 from benchmarks.models_parts import decoders
-from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program
+from zoo.common.program import PROGRAMS, Program
+
+ALIGNED = PROGRAMS["aligned"].classes["cuda"]
+UNALIGNED = PROGRAMS["unaligned"].classes["cuda"]
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,17 @@ class Mixed(Program):
     switched: tuple[str, ...] = ()
 
     def byte_class(self, op: str) -> str:
-        return (ALIGNED_CUDA if op in self.switched else UNALIGNED_CUDA)[op]
+        return (ALIGNED if op in self.switched else UNALIGNED)[op]
 
 
 def mixed(switched: Sequence[str], contributors: int = 8) -> Mixed:
-    segments = KEY_SEGMENTS["cuda"] if "attention" in switched else ()
+    segments = PROGRAMS["aligned"].key_segments["cuda"] if "attention" in switched else ()
     return Mixed("unaligned", "cuda", "bfloat16", key_segments=segments, contributors=contributors, switched=tuple(sorted(switched)))
 
 
 def switchable(names: Sequence[str]) -> list[str]:
     """The ops of `names` whose byte class the two programs do not share: what --ablate can switch one by one."""
-    return [name for name in names if ALIGNED_CUDA[name] != UNALIGNED_CUDA[name]]
+    return [name for name in names if ALIGNED[name] != UNALIGNED[name]]
 
 
 def shares(base_us: float, alone_us: Mapping[str, float], whole_us: float) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from benchmarks.models_float64 import Widened, float64_of, next_log_prob
 from benchmarks.work import OPS, Place, Work, subset_law
 from zoo.common import ops as ours
 from zoo.common.ops import CONTRACTS
-from zoo.common.program import ALIGNED_CUDA, KEY_SEGMENTS, UNALIGNED_CUDA, Program, resolve
+from zoo.common.program import PROGRAMS, Program, resolve
 from zoo.common.registry import architectures, find
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import LawBroken
@@ -337,7 +337,7 @@ class Wide(Program):
         return torch.float64
 
 
-WIDE = Wide("aligned", "cpu", "float64", key_segments=KEY_SEGMENTS["cpu"])
+WIDE = Wide("aligned", "cpu", "float64", key_segments=PROGRAMS["aligned"].key_segments["cpu"])
 
 
 def bench_of(arch: str, rival: Program | None = None) -> models.Bench:
@@ -481,8 +481,8 @@ def test_a_twin_shares_its_parameters() -> None:
 
 def test_a_mixed_program_switches_one_op() -> None:
     program = models.mixed(["attention"])
-    assert program.byte_class("attention") == ALIGNED_CUDA["attention"] and program.key_segment(128) == 2048
-    assert program.byte_class("linear") == UNALIGNED_CUDA["linear"]
+    assert program.byte_class("attention") == PROGRAMS["aligned"].classes["cuda"]["attention"] and program.key_segment(128) == 2048
+    assert program.byte_class("linear") == PROGRAMS["unaligned"].classes["cuda"]["linear"]
     assert models.mixed(["linear"]).key_segment(128) is None
     assert len({models.mixed(["linear"]), models.mixed(["experts"]), resolve("unaligned", "cuda", torch.bfloat16)}) == 3
     assert models.switchable(["linear", "rms_norm", "experts"]) == ["linear", "experts"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.common import qualification
+from zoo.common import verdicts
 from zoo.common.files import fresh_folder, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +79,7 @@ def test_a_file_beside_is_not_the_writer_s(tmp_path: Path) -> None:
 def test_a_store_truncates_no_file_beside_it(tmp_path: Path) -> None:
     for name in ("uv.lock", "uv.json.lock"):
         (tmp_path / name).write_text("mine")
-    qualification.write(tmp_path / "uv.json", [], {"toolchain": {}})
+    verdicts.write(tmp_path / "uv.json", [], {"toolchain": {}})
     assert json.loads((tmp_path / "uv.json").read_text())["verdicts"] == []
     assert all((tmp_path / name).read_text() == "mine" for name in ("uv.lock", "uv.json.lock"))
 

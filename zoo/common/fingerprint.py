@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib.metadata
-import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,11 +15,9 @@ from zoo.common import layers, qualification
 from zoo.common.hashing import checksums
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.log_prob import head_shapes
-from zoo.common.program import Program
+from zoo.common.program import HEAD, Program
 from zoo.common.reading import shown
 from zoo.common.weights import Entry, Piece, WeightTable
-
-PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
 
 
 @dataclass(frozen=True)
@@ -98,23 +93,6 @@ def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
     return content_hash((str(n), str(d), s, c) for (n, d, s), c in zip(named, torch.cat(sums).tolist(), strict=True))
 
 
-def toolchain(device: torch.device) -> dict[str, str]:
-    """Versions of what compiles and runs the kernels."""
-    out = {"python": platform.python_version(), "torch": torch.__version__, "cpu": platform.machine()}
-    for package in ("triton", *PACKAGES):
-        try:
-            out[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            out[package] = "not installed"
-    if device.type == "cuda":
-        out["cuda"] = str(torch.version.cuda)
-        out["gpu"] = torch.cuda.get_device_name(device)
-        version = ctypes.c_int()
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-        out["driver"] = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return out
-
-
 def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
     """(op, shape) of every matrix product whose provider is chosen by shape, the vocabulary head's among them; meta tensors do."""
     found: set[tuple[str, tuple[int, ...]]] = set()
@@ -124,16 +102,21 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
         elif isinstance(part, layers.Experts):
             count, hidden, intermediate = part.down.shape
             found.add(("experts", (count, hidden, intermediate)))
+    return found | {("linear", shape) for shape in _head_shapes_of(module)}
+
+
+def _head_shapes_of(module: nn.Module) -> set[tuple[int, ...]]:
     vocabulary, hidden = module.get_submodule("model").head_weight_VD.shape  # type: ignore[union-attr,misc]
-    return found | {("linear", shape) for shape in head_shapes(int(vocabulary), int(hidden))}
+    return head_shapes(int(vocabulary), int(hidden))
 
 
 def realisation(module: nn.Module, program: Program, used: Iterable[str]) -> dict[str, str]:
     """Which provider runs each op that the module uses, and each shape of the matrix products."""
     out = {}
     chosen = products_of(module)
+    heads = _head_shapes_of(module)
     for op, shape in sorted(chosen):
-        provider = CONTRACTS[op].provider(program, shape)
+        provider = CONTRACTS[op].provider(program, shape, HEAD if op == "linear" and shape in heads else op)
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
     for op in sorted(used):
         wanted = (program.device, program.byte_class(op))

@@ -17,13 +17,15 @@ from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.config import config_lines
 from zoo.common.ends import end_tokens, read_generation
-from zoo.common.fingerprint import Fingerprint, realisation, toolchain, weights_hash
+from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import RotaryTable
 from zoo.common.ops import table_hash
+from zoo.common.ops.contract import program_lines
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
+from zoo.common.toolchain import toolchain
 from zoo.common.weights import Entry, Piece, Places, WeightTable
 
 if TYPE_CHECKING:
@@ -276,7 +278,7 @@ class Pretrained(nn.Module):
         made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label
-        return Fingerprint({**self.program.lines(used), **self.program_lines()}, self.weights_version, toolchain(device), made)
+        return Fingerprint({**program_lines(self.program, used), **self.program_lines()}, self.weights_version, toolchain(device), made)
 
     def _whole(self) -> dict[str, nn.Parameter]:
         """The parameters by name. ValueError if they are sharded."""

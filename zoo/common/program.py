@@ -7,8 +7,9 @@ arithmetic. `DECISIONS` records the choices that were measured before version 1 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,42 +19,90 @@ VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 REFERENCE = "reference"
+HEAD = "head"  # the vocabulary product: `linear` by another class where a program says so
 
-ALIGNED_CUDA = {
-    "embed": "copy",
-    "linear": "fixed_k",
-    "rms_norm": "pair_tree",
-    "norm_rope": "pair_tree",
-    "rope": "single_round",
-    "swiglu": "single_round",
-    "attention": "fa4",
-    "route": "pair_tree",
-    "causal_conv": "single_round",
-    "l2_norm": "pair_tree",
-    "delta_gate": "fp32",
-    "gated_rms_norm": "pair_tree",
-    "output_gate": "single_round",
-    "experts": "fixed_k",
-    "combine": "contributor_tree",
-    "gated_delta": "chunk_replay",
-    "fp8_quantise": "nearest",
-    "fp8_linear": "deepgemm_fp8",
-    "layer_norm": "pair_tree",
-    "head_linear": "fixed_k",
-    "biased_route": "fp32",
-    "select": "pair_tree",
-    "sparse_attention": "list_tiles",
-    "log_prob": "group_tree",
-    "sample": "fixed_point",
-}
-# FA4's key tile divides each: 128 up to head dim 128, 80 at 256. The reference's grid is small so that tests cross it.
-KEY_SEGMENTS = {"cuda": ((128, 2048), (256, 2080)), "cpu": ((256, 256),)}
-UNALIGNED_CUDA = {
-    **ALIGNED_CUDA,
-    "linear": "cublas",
-    "attention": "split_kv",
-    "experts": "grouped_mm",
-    "gated_delta": "recurrent",
+
+@dataclass(frozen=True)
+class Specification:
+    """A named program before a model gives it a device, a dtype and contributors.
+
+    classes       byte class of each op by device; on a CPU an op that is not named has the class of references
+    key_segments  by device, (widest head, keys per attention pass): see Program
+    captures      whether the kernels take every size that changes from the device, so that whole prefills can be captured
+    otherwise     what the refusal of another dtype or device advises
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    classes: Mapping[str, Mapping[str, str]]
+    key_segments: Mapping[str, tuple[tuple[int, int], ...]]
+    captures: bool
+    otherwise: str
+
+    def derived(self, classes: Mapping[str, Mapping[str, str]] | None = None, **changes: Any) -> Specification:
+        """The same with some classes replaced, device by device, and other fields changed."""
+        merged = {device: {**ops, **(classes or {}).get(device, {})} for device, ops in self.classes.items()}
+        return replace(self, classes=merged, **changes)
+
+
+_ALIGNED = Specification(
+    devices=("cpu", "cuda"),
+    dtypes=("bfloat16",),
+    classes={
+        "cpu": {},
+        "cuda": {
+            "embed": "copy",
+            "linear": "fixed_k",
+            "rms_norm": "pair_tree",
+            "norm_rope": "pair_tree",
+            "rope": "single_round",
+            "swiglu": "single_round",
+            "attention": "fa4",
+            "route": "pair_tree",
+            "causal_conv": "single_round",
+            "l2_norm": "pair_tree",
+            "delta_gate": "fp32",
+            "gated_rms_norm": "pair_tree",
+            "output_gate": "single_round",
+            "experts": "fixed_k",
+            "combine": "contributor_tree",
+            "gated_delta": "chunk_replay",
+            "fp8_quantise": "nearest",
+            "fp8_linear": "deepgemm_fp8",
+            "layer_norm": "pair_tree",
+            "head_linear": "fixed_k",
+            "biased_route": "fp32",
+            "select": "pair_tree",
+            "sparse_attention": "list_tiles",
+            "log_prob": "group_tree",
+            "sample": "fixed_point",
+        },
+    },
+    # FA4's key tile divides each: 128 up to head dim 128, 80 at 256. The reference's grid is small so that tests cross it.
+    key_segments={"cuda": ((128, 2048), (256, 2080)), "cpu": ((256, 256),)},
+    captures=True,
+    otherwise="give dtype=torch.bfloat16 to round the stored weights once at load",
+)
+PROGRAMS: Mapping[str, Specification] = {
+    "aligned": _ALIGNED,
+    # that library's roundings, for parity
+    "transformers": _ALIGNED.derived(
+        devices=("cpu",),
+        dtypes=("float32",),
+        key_segments={},
+        captures=False,
+        otherwise="give dtype=torch.float32 and device='cpu'",
+    ),
+    # the rival of benchmarks: the fastest kernels, whose bytes depend on the batch
+    "unaligned": _ALIGNED.derived(
+        devices=("cuda",),
+        classes={"cuda": {"linear": "cublas", "attention": "split_kv", "experts": "grouped_mm", "gated_delta": "recurrent"}},
+        key_segments={},
+        captures=False,
+        otherwise="it is the rival of benchmarks and runs on cuda only",
+    ),
+    # aligned, with both operands of the vocabulary product widened to FP32
+    "fp32_head": _ALIGNED.derived(classes={"cpu": {HEAD: "fp32_operands"}, "cuda": {HEAD: "fp32_operands"}}),
 }
 
 
@@ -82,30 +131,17 @@ class Program:
         """Keys per attention pass for heads of `head_dim`; None: one pass."""
         return next((keys for widest, keys in self.key_segments if head_dim <= widest), None)
 
+    @property
+    def captures(self) -> bool:
+        """Whether whole prefills can be captured in a CUDA graph."""
+        return PROGRAMS[self.name].captures
+
     def byte_class(self, op: str) -> str:
-        """The byte class that `op` belongs to in this program."""
-        if self.device == "cpu":
-            return REFERENCE
-        return (UNALIGNED_CUDA if self.name == "unaligned" else ALIGNED_CUDA)[op]
-
-    def lines(self, used: Iterable[str]) -> dict[str, str]:
-        """The program as text, for the fingerprint of a model that uses these ops: equal lines make equal bytes."""
-        from zoo.common.ops import CONTRACTS
-
-        out = {
-            "program": f"{self.name}/{self.version}",
-            "device": self.device,
-            "dtype": self.dtype,
-            "key_segments": str(self.key_segments),
-            "vocab_group": str(self.vocab_group),
-            "contributors": str(self.contributors),
-        }
-        for name in sorted(used):
-            out[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {self.byte_class(name)}"
-        return out
-
-
-NAMES = ("aligned", "transformers", "unaligned")
+        """The byte class that `op` belongs to in this program; HEAD is the vocabulary product."""
+        classes = PROGRAMS[self.name].classes[self.device]
+        if op == HEAD and HEAD not in classes:
+            return self.byte_class("linear")
+        return classes.get(op, REFERENCE) if self.device == "cpu" else classes[op]
 
 
 def parse_device(device: torch.device | str) -> torch.device:
@@ -129,23 +165,15 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contributors: int = 8) -> Program:
     """The named program on a device, with an architecture's contributors. ValueError for a name, device or dtype that it does not have."""
     kind = parse_device(device).type
-    if name not in NAMES:
-        raise ValueError(f"unknown program {name!r}; there are {', '.join(NAMES)}")
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"program {name!r} runs on cpu and cuda, not on {kind}")
+    if name not in PROGRAMS:
+        raise ValueError(f"unknown program {name!r}; there are {', '.join(PROGRAMS)}")
+    found = PROGRAMS[name]
     text = {value: key for key, value in DTYPES.items()}.get(dtype)
-    if name == "transformers":
-        if text != "float32" or kind != "cpu":
-            raise ValueError(f"program 'transformers' is float32 on cpu, not {dtype} on {kind}: give dtype=torch.float32 and device='cpu'")
-        return Program(name, kind, text, contributors=contributors)
-    if text != "bfloat16":
-        raise ValueError(
-            f"program {name!r} has bfloat16 weights and activations, not {dtype}; "
-            "give dtype=torch.bfloat16 to round the stored weights once at load"
-        )
-    if name == "unaligned" and kind != "cuda":
-        raise ValueError("program 'unaligned' is the rival of benchmarks and runs on cuda only")
-    return Program(name, kind, text, key_segments=KEY_SEGMENTS[kind] if name == "aligned" else (), contributors=contributors)
+    if kind not in found.devices or text not in found.dtypes:
+        wanted = f"{' or '.join(found.dtypes)} on {' or '.join(found.devices)}"
+        raise ValueError(f"program {name!r} is {wanted}, not {dtype} on {kind}: {found.otherwise}")
+    assert text is not None
+    return Program(name, kind, text, key_segments=found.key_segments.get(kind, ()), contributors=contributors)
 
 
 def split_k(outputs: int, inputs: int) -> int:

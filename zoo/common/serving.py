@@ -69,7 +69,7 @@ class ForServing(Pretrained, nn.Module):
         The aligned program's kernels take every size that changes from the device; a rival's may wait for the host.
         """
         positions = self.config.positions
-        return min(self.program.key_segment(self.config.head_dim) or positions, positions) if self.program.name == "aligned" else 0
+        return min(self.program.key_segment(self.config.head_dim) or positions, positions) if self.program.captures else 0
 
     @property
     def takes_any_page(self) -> bool:

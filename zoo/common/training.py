@@ -243,7 +243,7 @@ class ForRL(Pretrained, nn.Module):
     @own_dtypes
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """FP32 logits [R, V] of final rows, differentiable."""
-        return ops.linear(hidden_RD, self.model.head_weight_VD, program=self.program, out_dtype=torch.float32)
+        return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program)
 
     def packed_rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
         """The rows of packed documents. ValueError for what `score` refuses of them."""

@@ -17,7 +17,7 @@ class GLMForServing(ForServing):
     @property
     def captured_length(self) -> int:
         """Tokens of a sequence in a captured prefill at most: as many as a row reads, so that there is nothing to choose."""
-        return min(self.config.index_top_k, self.config.positions) if self.program.name == "aligned" else 0
+        return min(self.config.index_top_k, self.config.positions) if self.program.captures else 0
 
     @property
     def takes_any_page(self) -> bool:

@@ -17,12 +17,14 @@ RANKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "base",
         (
+            "zoo.common.files",
             "zoo.common.hashing",
             "zoo.common.history",
             "zoo.common.program",
             "zoo.common.reading",
             "zoo.common.row_sampling",
             "zoo.common.rows",
+            "zoo.common.toolchain",
             "zoo.common.verdicts",
             "zoo.testing",
         ),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.common import qualification
+from zoo.common import verdicts
 from zoo.common.ops import CONTRACTS
 from zoo.common.ops.cases import Case, Trial, cases_of, check, trial
 from zoo.common.program import Program, resolve
@@ -126,7 +126,7 @@ def put_through(op: str, path: str, program: Program, say: Callable[[str], None]
 
 def put_through_apart(op: str, path: str, program: Program, say: Callable[[str], None] = lambda text: None) -> KernelReport:
     """`put_through` in a process of its own: a kernel that ends its process, by a signal or in silence, gets a report too."""
-    where = qualification.in_use()
+    where = verdicts.in_use()
     asked = [op, path, program.name, program.device, program.dtype, None if where is None else str(where.absolute())]
     start = "import sys; sys.path[:] = sys.argv[2:]; from zoo.verify.outside import main; main(sys.argv[1])"
     last = "the import"
@@ -166,7 +166,7 @@ def main(asked: str) -> None:
 
     program = resolve(name, device, DTYPES_OF_PROGRAMS[dtype])
     if store is not None:
-        qualification.use(Path(store))
+        verdicts.use(Path(store))
     try:
         report = put_through(op, path, program, lambda text: answer(say=text))
     except ValueError as error:

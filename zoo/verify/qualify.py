@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from zoo.common import qualification
-from zoo.common.fingerprint import products_of, toolchain
+from zoo.common import verdicts as store
+from zoo.common.fingerprint import products_of
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import Program, resolve
-from zoo.common.qualification import Verdict
 from zoo.common.registry import architectures, find
+from zoo.common.toolchain import toolchain
+from zoo.common.verdicts import Verdict
 from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
 from zoo.verify.subject import config_of
 
@@ -93,7 +95,7 @@ def qualify(
     finally:
         if verdicts:
             about = {"toolchain": toolchain(torch.device(program.device))}
-            qualification.write(qualification.path_for_this_machine(), verdicts, about)
+            store.write(store.path_for_this_machine(), verdicts, about)
     if tasks:
         say(f"qualified {len(verdicts)} of {len(wanted)} shapes in {time.monotonic() - begin:.1f} s")
     return verdicts

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from zoo.common import qualification
+from zoo.common import verdicts
 from zoo.common.files import check_file, check_fresh, write_file, written_in_place
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import Program, resolve
@@ -53,7 +53,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
         check_lengths(asked.lengths, config.positions)
     check_room(fields, config, device, asked.rungs, asked.engine)
     if asked.store is not None:
-        qualification.use(asked.store)
+        verdicts.use(asked.store)
     with console.status("building") as status:
 
         def say(text: str) -> None:
@@ -178,7 +178,7 @@ def qualify(
         raise ValueError("--size needs --arch")
     where = device_of(device)
     if store is not None:
-        qualification.use(store)
+        verdicts.use(store)
     program = resolve("aligned", where, torch.bfloat16)
     if kernel is not None:
         assert op is not None
@@ -204,7 +204,7 @@ def qualify(
     for target, provider, why in admission.running(targets, program):
         table.add_row(str(target), provider, why)
     console.print(table)
-    console.print(f"stored in {qualification.path_for_this_machine()}", soft_wrap=True)
+    console.print(f"stored in {verdicts.path_for_this_machine()}", soft_wrap=True)
     return not wrong
 
 

@@ -10,13 +10,16 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from zoo.common import verdicts
+from zoo.common.program import HEAD
 
 if TYPE_CHECKING:
     from zoo.common.program import Program
@@ -127,9 +130,12 @@ class Contract:
         assert set(self.reads.values()) <= set(READS), f"{self.name} reads unknown dtypes: {self.reads}"
         CONTRACTS[self.name] = self
 
-    def provider(self, program: Program, shape: tuple[int, ...] = ()) -> Provider:
-        """The fastest admitted member of the program's byte class that serves `shape`; ValueError if none does."""
-        return _choose(self.name, program, shape)
+    def provider(self, program: Program, shape: tuple[int, ...] = (), role: str = "") -> Provider:
+        """The fastest admitted member of the program's byte class that serves `shape`; ValueError if none does.
+
+        `role`: what the program names the class by where that is not the op's own name.
+        """
+        return _choose(self.name, role or self.name, program, shape, verdicts.generation())
 
 
 class OpFunction(torch.autograd.Function):
@@ -319,21 +325,43 @@ def _import_failure(module: str) -> str:
     return ""
 
 
+def program_lines(program: Program, used: Iterable[str]) -> dict[str, str]:
+    """A program as text, for the fingerprint of a model that uses these ops: equal lines make equal bytes."""
+    lines = {
+        "program": f"{program.name}/{program.version}",
+        "device": program.device,
+        "dtype": program.dtype,
+        "key_segments": str(program.key_segments),
+        "vocab_group": str(program.vocab_group),
+        "contributors": str(program.contributors),
+    }
+    for name in sorted(used):
+        lines[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {program.byte_class(name)}"
+    if program.byte_class(HEAD) != program.byte_class("linear"):
+        lines[f"op.{HEAD}"] = f"linear/{CONTRACTS['linear'].version} {program.byte_class(HEAD)}"
+    return lines
+
+
 def choices_changed() -> None:
-    """Forgets which provider runs each shape: a qualification was stored, or a contract's providers were replaced."""
+    """Forgets which provider runs each shape: a contract's providers were replaced."""
     _choose.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
-def _choose(op: str, program: Program, shape: tuple[int, ...]) -> Provider:
-    from zoo.common.qualification import admitted
+def _admitted(contract: Contract, provider: Provider, shape: tuple[int, ...]) -> bool:
+    """Whether the provider's bytes were found equal to the defining one's at this shape, here, in the versions of today."""
+    found = verdicts.verdict(contract.name, provider.name, shape)
+    versions = (contract.version, provider.version)
+    return found is not None and found.admitted and (found.contract_version, found.provider_version) == versions
 
+
+@functools.lru_cache(maxsize=4096)
+def _choose(op: str, role: str, program: Program, shape: tuple[int, ...], generation: int) -> Provider:
     contract = CONTRACTS[op]
-    wanted = program.byte_class(op)
+    wanted = program.byte_class(role)
     members = [p for p in contract.providers if p.byte_class == wanted and p.device == program.device]
     serving = [p for p in members if p.installed() and p.serves(*shape)]
     for provider in serving:
-        if not provider.defining and admitted(op, provider.name, shape):
+        if not provider.defining and _admitted(contract, provider, shape):
             return provider
     for provider in serving:
         if provider.defining:

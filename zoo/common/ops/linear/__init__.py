@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, Arguments, Contract, OpFunction, Provider, closed_form, observed
-from zoo.common.program import Program
+from zoo.common.program import HEAD, Program
 
 
 def _deepgemm_serves(n: int, k: int, k_parts: int) -> bool:
@@ -30,7 +30,7 @@ CONTRACT = Contract(
     reads={"x_RK": PROGRAM, "weight_NK": PROGRAM},
     rounds="once, from FP32, at the store",
     adds="K ascending in one FP32 accumulator; with k_parts > 1 (a constant of op and shape) equal ascending parts, one accumulator "
-    "each, added by the adjacent-pair tree",
+    "each, added by the adjacent-pair tree; class fp32_operands widens both operands and adds by FP32 FMAs, K ascending",
     laws=("row", "column", "place", "repeat"),
     backward="dx = dy W and dW = dy^T x, FP32 accumulation, rounded once to the dtype of x and W",
     launch="rows choose the tile: 16 rows in decode, 64 or 128 in prefill and training; DeepGEMM where admitted",
@@ -41,6 +41,14 @@ CONTRACT = Contract(
             needs=("deep_gemm",), serves=_deepgemm_serves,
         ),
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:linear_triton", f"{__name__}.kernels:linear_backward", defining=True),
+        Provider(
+            "reference_fp32", "fp32_operands", "cpu", f"{__name__}.reference:linear", f"{__name__}.reference:linear_backward",
+            defining=True,
+        ),
+        Provider(
+            "triton_fp32", "fp32_operands", "cuda", f"{__name__}.kernels:linear_fp32", f"{__name__}.kernels:linear_backward",
+            defining=True,
+        ),
         Provider("cublas", "cublas", "cuda", f"{__name__}.kernels:linear_cublas", f"{__name__}.kernels:linear_backward", defining=True),
     ),
     shape=_shape,
@@ -74,3 +82,9 @@ def linear(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype: torc
         raise ValueError(f"linear: K = {weight_NK.shape[1]} does not divide into {k_parts} parts")
     provider = CONTRACT.provider(program, _shape({"weight_NK": weight_NK, "k_parts": k_parts}))
     return _Linear.run(x_RK, weight_NK, out_dtype or x_RK.dtype, k_parts, provider)
+
+
+def head_product(hidden_RD: Tensor, weight_VD: Tensor, program: Program) -> Tensor:
+    """FP32 logits [R, V], differentiable: the vocabulary product, whose class a program may name apart."""
+    provider = CONTRACT.provider(program, (*weight_VD.shape, 1), HEAD)
+    return _Linear.run(hidden_RD, weight_VD, torch.promote_types(hidden_RD.dtype, torch.float32), 1, provider)

@@ -45,6 +45,7 @@ def _linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    WIDEN: tl.constexpr = False,
 ):
     """y[part] = x[:, part] w[:, part]^T for a tile; DEPTH is K of one part, grid axis 1 the part."""
     pid = tl.program_id(0)
@@ -72,6 +73,9 @@ def _linear(
         else:
             a = tl.load(x_tile, mask=k[None, :] < DEPTH - start, other=0.0)
             b = tl.load(w_tile, mask=k[:, None] < DEPTH - start, other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x_tile += BLOCK_K
         w_tile += BLOCK_K
@@ -91,6 +95,20 @@ def _add_parts(parts_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK_P: tl.constex
 
 def linear_triton(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
     """The defining provider. x may have any row stride; out_dtype is x's dtype or FP32."""
+    return _by_tiles(x_RK, weight_NK, out_dtype, k_parts, _tile(x_RK.shape[0], weight_NK.shape[0]), widen=False)
+
+
+def linear_fp32(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
+    """Both operands widened as they are loaded: no FP32 copy of a vocabulary's weight is made."""
+    return _by_tiles(x_RK, weight_NK, out_dtype, k_parts, _wide_tile(x_RK.shape[0]), widen=True)
+
+
+def _wide_tile(rows: int) -> dict[str, int]:
+    """FP32 FMAs run without tensor cores, so tiles are small."""
+    return {"BLOCK_M": 16 if rows <= 16 else 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+
+
+def _by_tiles(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int, tile: dict[str, int], widen: bool) -> Tensor:
     rows, depth = x_RK.shape
     columns = weight_NK.shape[0]
     y = x_RK.new_empty(rows, columns, dtype=out_dtype)
@@ -99,7 +117,6 @@ def linear_triton(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_par
     x = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
     w = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
     out = y if k_parts == 1 else x.new_empty(k_parts, rows, columns, dtype=torch.float32)
-    tile = _tile(rows, columns)
     grid = (triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"]), k_parts)
     _linear[grid](
         x,
@@ -113,6 +130,7 @@ def linear_triton(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_par
         DEPTH=depth // k_parts,
         BLOCK_K=BLOCK_K,
         GROUP_M=GROUP_M,
+        WIDEN=widen,
         **tile,
     )
     if k_parts > 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.linear import head_product
 from zoo.common.ops.log_prob.backward import ROW_CHUNK, VOCABULARY_CHUNK, through_logits
 from zoo.common.program import Program
 
@@ -65,10 +66,7 @@ class TokenScores:
 
 
 def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: Tensor | None, program: Program) -> Tensor:
-    from zoo.common.ops.linear import CONTRACT as LINEAR
-
-    provider = LINEAR.provider(program, (weight.shape[0], weight.shape[1], 1))
-    logits = provider.function("forward")(hidden, weight, torch.promote_types(hidden.dtype, torch.float32), 1)
+    logits = head_product(hidden, weight, program)
     return logits if inverse_temperature is None else logits * inverse_temperature[:, None]
 
 
