@@ -1,0 +1,91 @@
+"""Programs as data: what each line changes, and the FP32 operands of the vocabulary product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zoo.common import ops
+from zoo.common.engine import Engine
+from zoo.common.ops.contract import CONTRACTS, program_lines
+from zoo.common.ops.linear import head_product
+from zoo.common.program import HEAD, PROGRAMS, Program, resolve
+from zoo.common.rollouts import SamplingParams
+from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
+from zoo.testing import as_integers
+
+ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
+WIDE = resolve("fp32_head", "cpu", torch.bfloat16)
+
+
+def test_every_op_has_a_class_wherever_a_program_runs() -> None:
+    for name, found in PROGRAMS.items():
+        for device in found.devices:
+            program = resolve(name, device, torch.float32 if "float32" in found.dtypes else torch.bfloat16)
+            for op, contract in CONTRACTS.items():
+                members = {p.byte_class for p in contract.providers if p.device == device}
+                assert program.byte_class(op) in members, f"{name} on {device}: {op} has no provider of class {program.byte_class(op)}"
+            heads = {p.byte_class for p in CONTRACTS["linear"].providers if p.device == device}
+            assert program.byte_class(HEAD) in heads
+
+
+def test_a_derived_program_differs_where_it_says_so() -> None:
+    aligned, unaligned, wide = (PROGRAMS[name].classes["cuda"] for name in ("aligned", "unaligned", "fp32_head"))
+    assert {op for op in aligned if aligned[op] != unaligned[op]} == {"linear", "attention", "experts", "gated_delta"}
+    assert {op for op in wide if wide[op] != aligned.get(op)} == {HEAD}
+
+
+def test_fingerprints_tell_the_head_apart() -> None:
+    used = ("linear", "log_prob")
+    mine, theirs = program_lines(ALIGNED, used), program_lines(WIDE, used)
+    assert {name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)} == {"program", "op.head"}
+    trainer = Qwen3ForRL.from_config(SIZES["tiny"], seed=1, device="cpu", program="fp32_head")
+    with pytest.raises(ValueError, match=r"program: fp32_head/1 against aligned/1.*op\.head"):
+        trainer.fingerprint().check(Qwen3ForRL.from_config(SIZES["tiny"], seed=1, device="cpu").fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("transformers", "cpu", torch.bfloat16, "'transformers' is float32 on cpu, not torch.bfloat16 on cpu: give dtype=torch.float32"),
+        ("aligned", "cpu", torch.float32, "'aligned' is bfloat16 on cpu or cuda, not torch.float32 on cpu: give dtype=torch.bfloat16"),
+        ("unaligned", "cpu", torch.bfloat16, "'unaligned' is bfloat16 on cuda, not torch.bfloat16 on cpu: it is the rival"),
+        ("mxfp4", "cpu", torch.bfloat16, "unknown program 'mxfp4'; there are aligned, transformers, unaligned, fp32_head"),
+    ],
+)
+def test_what_a_program_does_not_have_is_refused(name: str, device: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(name, device, dtype)
+
+
+def test_trainer_and_server_agree_under_the_wide_head() -> None:
+    trainer = Qwen3ForRL.from_config(SIZES["tiny"], seed=1, device="cpu", program="fp32_head")
+    server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu", program="fp32_head")
+    [record] = Engine(server).generate([[5, 6, 7]], SamplingParams(seed=3, max_new_tokens=12, ignore_eos=True))
+    record.fingerprint.check(trainer.fingerprint())
+    ids = torch.tensor(record.prompt_ids + record.output_ids)
+    scored = trainer.score(ids, torch.tensor([0, len(ids)]), sampling=record.sampling)
+    assert scored[2:-1].tolist() == list(record.filtered_log_probs)
+    scored[2:-1].sum().backward()
+    assert trainer.model.head.weight.grad is not None
+
+
+@pytest.mark.gpu
+def test_wide_heads_on_a_gpu_depend_on_no_other_row() -> None:
+    program = resolve("fp32_head", "cuda", torch.bfloat16)
+    draw = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 1024, device="cuda", generator=draw).bfloat16()
+    weight = (torch.randn(4099, 1024, device="cuda", generator=draw) * 0.1).bfloat16()
+    whole = head_product(hidden, weight, program)
+    for rows in (1, 2, 7, 16, 17, 64, 65, 128):
+        assert torch.equal(as_integers(head_product(hidden[:rows], weight, program)), as_integers(whole[:rows]))
+    columns = head_product(hidden, weight[:1000].contiguous(), program)
+    assert torch.equal(as_integers(columns), as_integers(whole[:, :1000].contiguous()))
+    exact = hidden.double() @ weight.double().T
+    assert float((whole.double() - exact).norm() / exact.norm()) < 2.0**-20
+    # the control: the aligned head rounds elsewhere, inside the tensor core
+    assert not torch.equal(whole, ops.logits(hidden, weight, program=_aligned()))
+
+
+def _aligned() -> Program:
+    return resolve("aligned", "cuda", torch.bfloat16)
