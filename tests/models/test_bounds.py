@@ -20,6 +20,7 @@ import zoo.qwen3_5.weights as qwen3_5
 from weights_tools.make_tiny import make_tiny
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
+from zoo.common.generate import generate_command
 from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, JSON_VALUES, clipped, parse_object, shown, some
 from zoo.common.shards import INDEX, read_shard
 
@@ -220,6 +221,14 @@ def test_a_small_file_too_large_to_hold_is_copied_from_where_it_lies(
     with pytest.raises(ValueError, match="tokenizer.json has changed since it was loaded"):
         model.save_pretrained(tmp_path / "later")
     assert not (tmp_path / "later").exists()
+
+
+def test_a_tokenizer_of_gigabytes_is_not_read(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / "qwen3", folder)
+    sparse("tokenizer.json", 8 << 30)(folder)
+    with pytest.raises(ValueError, match="tokenizer.json has 8,589,934,592 bytes, 134,217,728 is the most that is read of it"):
+        generate_command(folder, "a", device="cpu")
 
 
 def test_a_sidecar_of_gigabytes_is_not_read(made: Path, tmp_path: Path) -> None:

@@ -16,8 +16,11 @@ from zoo.common.engine import Engine
 from zoo.common.engine.sizing import MAX_BATCH
 from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
+from zoo.common.reading import check_size, clipped
 from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.common.serving import ForServing
+
+TOKENIZER_BYTES = 128 << 20  # of tokenizer.json: the largest vocabularies take 40 MB
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no tokenizer.json, so a prompt can't be turned into tokens")
+    check_size(path, TOKENIZER_BYTES)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} can't be read ({error})") from error
+        raise ValueError(f"{path} can't be read ({clipped(str(error))})") from error

@@ -55,10 +55,15 @@ def read_object(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """A file's content. ValueError, before it is read, for one of more than `most` bytes."""
+    check_size(path, most)
+    return path.read_bytes()
+
+
+def check_size(path: Path, most: int) -> None:
+    """ValueError for a file of more than `most` bytes."""
     size = path.stat().st_size
     if size > most:
         raise ValueError(f"{path} has {size:,} bytes, {most:,} is the most that is read of it")
-    return path.read_bytes()
 
 
 def parse_object(path: Path, raw: bytes) -> dict[str, Any]:
