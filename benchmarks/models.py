@@ -122,8 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    budget, device = Budget(given.budget), torch.device(given.device)
-    aligned, cuda = resolve("aligned", device, torch.bfloat16, trainer.family.contributors), device.type == "cuda"
+    budget = Budget(given.budget)
+    device = torch.device(given.device)
+    aligned = resolve("aligned", device, torch.bfloat16, trainer.family.contributors)
+    cuda = device.type == "cuda"
     bench_rival = _rival(config, trainer.family) if cuda else None
     providers: dict[str, str] = {}
     if cuda:

@@ -64,7 +64,8 @@ def ablate(bench: Bench, batches: Sequence[int], context: int, documents: int, l
                 del made
                 free(bench)
         if "score" in parts and bench.budget.allows("ablation, score", 15.0):
-            ids, starts = bench.ids(documents * length), torch.arange(0, documents * length + 1, length, device=bench.device)
+            ids = bench.ids(documents * length)
+            starts = torch.arange(0, documents * length + 1, length, device=bench.device)
             trainers = {name: twin(bench.source, bench.trainer, program).eval() for name, program in programs.items()}
             times = turns({name: lambda t=t: t.score(ids, starts) for name, t in trainers.items()}, min(2, bench.rounds), bench.device)
             _shares(bench, "score", times, documents=documents, length=length)

@@ -230,7 +230,8 @@ class Ladder:
             if not table.parameters[name].trainable:
                 continue
             assert parameter.grad is not None, f"{name} has no gradient"
-            out[name], parameter.grad = parameter.grad, None
+            out[name] = parameter.grad
+            parameter.grad = None
         return out
 
     def _launches(self) -> None:

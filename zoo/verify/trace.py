@@ -211,7 +211,8 @@ def _differing(a: Tracer, b: Tracer) -> tuple[Key, int, int] | None:
     for key in a.seen:
         if key not in b.seen:
             continue
-        (left, left_sum), (right, right_sum) = a.rows_of(key), b.rows_of(key)
+        left, left_sum = a.rows_of(key)
+        right, right_sum = b.rows_of(key)
         place = torch.searchsorted(right, left).clamp(max=len(right) - 1)
         bad = ((right[place] == left) & (right_sum[place] != left_sum)).nonzero()
         if len(bad):

@@ -191,7 +191,8 @@ class Session:
         """The rows just pushed, entry by entry."""
         start = 0
         for e, count in zip(entries, counts, strict=True):
-            begin, self.done[e] = self.done[e], self.done[e] + count
+            begin = self.done[e]
+            self.done[e] = self.done[e] + count
             held = _by_layer(self.memory.written_slot(self.slots[e], self.done[e]))
             cached = _by_layer(self.memory.written(self.pages[e], self.done[e], self.slots[e]))
             state = {name: part for name, part in cached.items() if name not in held}

@@ -37,22 +37,35 @@ CONTRACT = Contract(
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:linear", f"{__name__}.reference:linear_backward", defining=True),
         Provider(
-            "deepgemm", "fixed_k", "cuda", f"{__name__}.kernels:linear_deepgemm", f"{__name__}.kernels:linear_backward",
-            needs=("deep_gemm",), serves=_deepgemm_serves,
+            "deepgemm",
+            "fixed_k",
+            "cuda",
+            f"{__name__}.kernels:linear_deepgemm",
+            f"{__name__}.kernels:linear_backward",
+            needs=("deep_gemm",),
+            serves=_deepgemm_serves,
         ),
         Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:linear_triton", f"{__name__}.kernels:linear_backward", defining=True),
         Provider(
-            "reference_fp32", "fp32_operands", "cpu", f"{__name__}.reference:linear", f"{__name__}.reference:linear_backward",
+            "reference_fp32",
+            "fp32_operands",
+            "cpu",
+            f"{__name__}.reference:linear",
+            f"{__name__}.reference:linear_backward",
             defining=True,
         ),
         Provider(
-            "triton_fp32", "fp32_operands", "cuda", f"{__name__}.kernels:linear_fp32", f"{__name__}.kernels:linear_backward",
+            "triton_fp32",
+            "fp32_operands",
+            "cuda",
+            f"{__name__}.kernels:linear_fp32",
+            f"{__name__}.kernels:linear_backward",
             defining=True,
         ),
         Provider("cublas", "cublas", "cuda", f"{__name__}.kernels:linear_cublas", f"{__name__}.kernels:linear_backward", defining=True),
     ),
     shape=_shape,
-)  # fmt: skip
+)
 
 
 class _Linear(OpFunction):

@@ -47,7 +47,7 @@ CONTRACT = Contract(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
         Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
     ),
-)  # fmt: skip
+)
 
 
 def head_shapes(vocabulary: int, hidden: int) -> set[tuple[int, ...]]:
@@ -75,10 +75,13 @@ class _LogProb(OpFunction):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: Tensor | None, program: Program, provider: Provider
     ) -> Any:
-        rows, vocabulary, group = hidden.shape[0], weight.shape[0], program.vocab_group
+        rows = hidden.shape[0]
+        vocabulary = weight.shape[0]
+        group = program.vocab_group
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         selected = torch.zeros(rows, dtype=accumulate, device=hidden.device)
-        lse, mean = torch.empty_like(selected), torch.empty_like(selected)
+        lse = torch.empty_like(selected)
+        mean = torch.empty_like(selected)
         for r in range(0, rows, ROW_CHUNK):
             row = slice(r, min(r + ROW_CHUNK, rows))
             temperature = None if inverse_temperature is None else inverse_temperature[row]
@@ -90,7 +93,8 @@ class _LogProb(OpFunction):
                 provider.function("chunk_stats")(logits, c, targets[row], group, stats, selected[row])
             lse[row], mean[row] = provider.function("merge_groups")(*stats)
         ctx.save_for_backward(hidden, weight, targets, inverse_temperature, lse, mean)
-        ctx.program, ctx.provider = program, provider
+        ctx.program = program
+        ctx.provider = provider
         return torch.clamp(selected - lse, max=0.0), lse, lse - mean
 
     @staticmethod
