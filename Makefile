@@ -35,7 +35,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -q
 
 lint: $(INSTALLED)
-	@status=0; set -x; $(BIN)/ruff check . || status=1; $(BIN)/ruff format --check . || status=1; $(BIN)/mypy || status=1; exit $$status
+	@status=0; set -x; $(BIN)/ruff check . || status=1; $(BIN)/ruff format --check . || status=1; $(BIN)/mypy || status=1; \
+		$(BIN)/zoo lint || status=1; exit $$status
 
 figures: $(INSTALLED)
 	$(BIN)/python -m benchmarks.figures
