@@ -115,7 +115,7 @@ REFERENCES: dict[str, Op] = {
     "embed": lambda ids, weight, *, program: embed_reference.embed(ids, weight),
     "linear": _linear,
     # straight through the quantiser of x
-    "fp8_linear": lambda x, codes, scales, rule, *, program, out_dtype=None: x @ fp8_linear_reference.dequantised(codes, scales, x.dtype).T,
+    "fp8_linear": lambda x, codes, scales, rule, *, program: x @ fp8_linear_reference.dequantised(codes, scales, x.dtype).T,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "norm_rope": _norm_rope,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import FP8, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
@@ -26,8 +25,7 @@ def _serves(n: int, k: int) -> bool:
 CONTRACT = Contract(
     name="fp8_linear",
     version=1,
-    shapes="x_RK, codes_NK float8_e4m3fn and scales_BG float32 of the weight's blocks of 128 by 128 -> y_RN in x's dtype, or FP32 where "
-    "the caller asks",
+    shapes="x_RK, codes_NK float8_e4m3fn and scales_BG float32 of the weight's blocks of 128 by 128 -> y_RN in x's dtype",
     reads={"x_RK": PROGRAM, "codes_NK": FP8, "scales_BG": WIDE},
     rounds="x to codes by fp8_quantise; the product of both scales once in FP32; the result once, from FP32, at the store",
     adds="K ascending in groups of 128: a fresh accumulator each (CUDA: the tensor core's own, narrower than FP32), which joins one FP32 "
@@ -66,7 +64,6 @@ class _Fp8Linear(OpFunction):
         codes: Tensor,
         scales: Tensor,
         rule: ScaleRule,
-        out_dtype: torch.dtype,
         provider: Provider,
         quantiser: Provider,
     ) -> Tensor:
@@ -74,26 +71,18 @@ class _Fp8Linear(OpFunction):
         ctx.provider = provider
         ctx.dtype = x.dtype
         x_codes, x_scales = quantiser.function("forward")(x, rule.floor, rule.power_of_two)
-        return provider.function("forward")(x_codes, x_scales, codes, scales, out_dtype)
+        return provider.function("forward")(x_codes, x_scales, codes, scales, x.dtype)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad_y: Tensor) -> Any:
         grad_x = ctx.provider.function("backward")(grad_y, *ctx.saved_tensors, ctx.dtype)
-        return grad_x, None, None, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 @observed(CONTRACT)
-def fp8_linear(
-    x_RK: Tensor,
-    codes_NK: Tensor,
-    scales_BG: Tensor,
-    rule: ScaleRule,
-    *,
-    program: Program,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """y_RN = x_RK W^T, W the values of codes and scales. `rule` is that of x's scales; `out_dtype` defaults to x's dtype.
+def fp8_linear(x_RK: Tensor, codes_NK: Tensor, scales_BG: Tensor, rule: ScaleRule, *, program: Program) -> Tensor:
+    """y_RN = x_RK W^T in x's dtype, W the values of codes and scales. `rule` is that of x's scales.
 
     ValueError if the widths differ, or if the scales are not those of blocks of 128 by 128.
     """
@@ -105,4 +94,4 @@ def fp8_linear(
     if blocks != wanted:
         raise ValueError(f"fp8_linear: a weight of {n} x {k} has {wanted[0]} x {wanted[1]} scales, not {blocks[0]} x {blocks[1]}")
     provider = CONTRACT.provider(program, (n, k))
-    return _Fp8Linear.run(x_RK, codes_NK, scales_BG, rule, out_dtype or x_RK.dtype, provider, QUANTISER.provider(program))
+    return _Fp8Linear.run(x_RK, codes_NK, scales_BG, rule, provider, QUANTISER.provider(program))
