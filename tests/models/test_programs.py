@@ -9,7 +9,7 @@ from zoo.common import ops
 from zoo.common.engine import Engine
 from zoo.common.ops.contract import CONTRACTS, program_lines
 from zoo.common.ops.linear import head_product
-from zoo.common.program import HEAD, PROGRAMS, Program, resolve
+from zoo.common.program import HEAD, PROGRAMS, Program, resolve, split_k
 from zoo.common.rollouts import SamplingParams
 from zoo.qwen3 import SIZES, Qwen3ForRL, Qwen3ForServing
 from zoo.testing import as_integers
@@ -89,3 +89,33 @@ def test_wide_heads_on_a_gpu_depend_on_no_other_row() -> None:
 
 def _aligned() -> Program:
     return resolve("aligned", "cuda", torch.bfloat16)
+
+
+PARTS = [
+    # wide products have one part, whatever their depth
+    (257, 16384, 1),
+    (4096, 4096, 1),
+    # routers and mHC: one up to 4096, 8 up to 8192, 16 beyond
+    (256, 2048, 1),
+    (256, 4096, 1),
+    (128, 4096 + 16, 8),
+    (256, 6144, 8),
+    (16, 8192, 8),
+    (24, 8192 + 16, 16),
+    (24, 16384, 16),
+    # single gates: 8 from 1024 on
+    (1, 2048, 8),
+    (15, 1024, 8),
+    (1, 1008, 1),
+    # the next smaller power of two that divides K
+    (1, 1028, 4),
+    (1, 1025, 1),
+    (128, 5000, 8),
+    (24, 8200, 8),
+]
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "parts"), PARTS)
+def test_parts_of_a_narrow_product(outputs: int, inputs: int, parts: int) -> None:
+    """Constants of the shape, frozen with the first program: another number of parts is another order of additions."""
+    assert split_k(outputs, inputs) == parts and inputs % parts == 0
