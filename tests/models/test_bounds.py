@@ -21,7 +21,7 @@ from weights_tools.make_tiny import make_tiny
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.generate import generate_command
-from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, JSON_VALUES, clipped, parse_object, shown, some
+from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, JSON_VALUES, clipped, parse_object, read_bytes, shown, some
 from zoo.common.shards import INDEX, read_shard
 
 SECONDS = 2.0
@@ -164,6 +164,15 @@ def test_a_checkpoint_without_bounds_is_refused_at_once(case: str, made: Path, t
     assert len(said) < SENTENCE and "\n" not in said
     assert re.search(expected, said), said
     assert seconds < SECONDS and peak < BYTES, (seconds, peak)
+
+
+def test_a_file_is_not_read_before_its_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5) == b"12345"
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="has 5 bytes, 4 is the most that is read of it"):
+        read_bytes(path, 4)
 
 
 @pytest.mark.parametrize(("value", "marks"), [(b"[[]]", 3), (b'{"a":{}}', 3), (b"1", 1)])
