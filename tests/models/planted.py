@@ -56,11 +56,14 @@ def four_warps(server: ForServing) -> Iterator[None]:
         choices_changed()
 
 
+@dataclass(frozen=True)
 class OtherOp(Program):
-    """A program whose recurrent op belongs to the planted class."""
+    """A program whose op `other` belongs to the planted class."""
+
+    other: str = ""
 
     def byte_class(self, op: str) -> str:
-        return "planted" if op == self.name else super().byte_class(op)
+        return "planted" if op == self.other else super().byte_class(op)
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def recurrent(server: ForServing, op: str, module: str) -> Iterator[None]:
     plain = [m.program for m in mixers]
     try:
         for mixer in mixers:
-            mixer.program = OtherOp(**{**vars(mixer.program), "name": op})
+            mixer.program = OtherOp(**vars(mixer.program), other=op)
         yield
     finally:
         for mixer, program in zip(mixers, plain, strict=True):

@@ -47,7 +47,7 @@ def planted(server: ForServing, op: str) -> Iterator[None]:
     plain = [m.program for m in callers]
     try:
         for caller in callers:
-            caller.program = OtherOp(**{**vars(caller.program), "name": op})
+            caller.program = OtherOp(**vars(caller.program), other=op)
         yield
     finally:
         for caller, program in zip(callers, plain, strict=True):
