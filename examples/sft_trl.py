@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from weights_tools.make_tiny import make_tiny
-from zoo.common.shards import check_fresh
+from zoo.common.files import check_fresh
 from zoo.common.training import ForRL, ModelOutput
 from zoo.qwen3 import Qwen3ForRL
 

@@ -337,7 +337,7 @@ class TestBackward:
                     [backward] = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "backward"]
                     assert [ast.unparse(d) for d in backward.decorator_list] == ["staticmethod", "closed_form"], node.name
                     seen.append(node.name)
-        assert len(seen) == 22
+        assert len(seen) == 24
 
 
 def test_weights_may_be_swapped_by_views_of_themselves(model: ForRL) -> None:

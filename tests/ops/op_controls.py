@@ -36,6 +36,11 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def in_dtype(program: Program, dtype: str) -> Program:
+    """The same program for operands of another dtype, which its ops then read."""
+    return replace(program, dtype=dtype)
+
+
 def jittered(op: Callable[..., Any]) -> Callable[..., Any]:
     """Repeat: a result that depends on the global random state, as an atomic sum does on its timing."""
     return lambda *args, **kwargs: mapped(op(*args, **kwargs), lambda t: t * (1 + 0.03 * torch.rand(())))
@@ -85,7 +90,7 @@ def torch_sum_norm(x: Tensor, weight: Tensor, eps: float, *, program: Program, z
 def unrounded_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, program: Program, zero_centred: bool = False) -> Any:
     """Fusion: the norm reads the residual sum before it is rounded."""
     total = x.float() + residual.float()
-    normed = ops.rms_norm(total, weight.float(), eps, program=program, zero_centred=zero_centred)
+    normed = ops.rms_norm(total, weight.float(), eps, program=in_dtype(program, "float32"), zero_centred=zero_centred)
     return normed.to(x.dtype), total.to(x.dtype)
 
 
@@ -94,10 +99,11 @@ def relative_positions(x: Tensor, table: Tensor, positions: Tensor, **names: Any
     return ops.rope(x, table, (positions - positions[0]) % table.shape[0], **names)
 
 
-def unrounded_norm_rope(*, qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, **names: Any) -> Any:
+def unrounded_norm_rope(*, qkv_RC: Tensor, q_weight_E: Tensor, k_weight_E: Tensor, program: Program, **names: Any) -> Any:
     """Fusion: the rotation reads the norm's output before it is rounded."""
     weights = {"q_weight_E": q_weight_E.float(), "k_weight_E": k_weight_E.float()}
-    return mapped(ops.norm_rope(qkv_RC=qkv_RC.float(), **weights, **names), lambda t: t.to(qkv_RC.dtype))
+    wide = ops.norm_rope(qkv_RC=qkv_RC.float(), **weights, program=in_dtype(program, "float32"), **names)
+    return mapped(wide, lambda t: t.to(qkv_RC.dtype))
 
 
 def relative_norm_rope(*, positions_R: Tensor, **names: Any) -> Any:
@@ -110,11 +116,11 @@ def unviewed_norm_rope(*, qkv_RC: Tensor, **names: Any) -> Any:
     return ops.norm_rope(qkv_RC=qkv_RC.as_strided(qkv_RC.shape, qkv_RC.stride(), 0), **names)
 
 
-def contracted_rotation(x: Tensor, table: Tensor, positions: Tensor, **names: Any) -> Tensor:
+def contracted_rotation(x: Tensor, table: Tensor, positions: Tensor, *, program: Program, **names: Any) -> Tensor:
     """Fusion: with several heads in the launch the compiler contracts a * cos - b * sin, so a product is not rounded."""
     if x.shape[1] == 1:
-        return ops.rope(x, table, positions, **names)
-    return ops.rope(x.double(), table, positions, **names).to(x.dtype)
+        return ops.rope(x, table, positions, program=program, **names)
+    return ops.rope(x.double(), table, positions, program=in_dtype(program, "float64"), **names).to(x.dtype)
 
 
 def contiguous_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, program: Program) -> Tensor:
@@ -194,7 +200,7 @@ def unrounded_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, 
     """Fusion: gate, up and their product stay in FP32 between the two projections."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        return ops.linear(a.float(), b.float(), program=program)
+        return ops.linear(a.float(), b.float(), program=in_dtype(program, "float32"))
 
     return _expert_by_expert(x, chosen, gate_up, down, product, rounds=False)
 

@@ -64,11 +64,16 @@ def honest(case: Case) -> Callable[..., Any]:
     return call
 
 
+def turned(t: Tensor) -> Tensor:
+    """Other numbers of the same kind; torch multiplies no FP8."""
+    return (3 * t.float() + 1).to(t.dtype) if t.is_floating_point() and t.element_size() == 1 else 3 * t + 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ours_are_within_and_wrong_ones_are_not(case: Case) -> None:
     assert not misses(case, ALIGNED, case.op, getattr(ops, case.op))
     outputs = len(tensors(trial(case, ALIGNED).call()))
-    for change in (lambda t: 3 * t + 1, lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else -1)):
+    for change in (turned, lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else -1)):
         found = misses(case, ALIGNED, case.op, off(case.op, change))
         assert len(found) == outputs and all(line.startswith(case.name) and ", at most " in line for line in found)
     assert misses(case, ALIGNED, case.op, off(case.op, lambda t: t.double()))  # another dtype
@@ -120,7 +125,8 @@ def test_a_gpu_s_cases_have_a_reference_here(op: str) -> None:
         if case.device_sized or case.name.endswith("edges"):  # many documents: slow
             continue
         found = reference(case, cuda)
-        assert found and all(t.dtype == torch.float64 for _, t in found if t.is_floating_point())
+        wide = all(t.dtype == torch.float64 for _, t in found if t.is_floating_point())
+        assert found and (wide or op == "fp8_quantise")  # whose scales are FP32 in every program
         if case.name in here and op != "attention":  # whose lengths follow the device's segments
             assert all(relative_error(a, b) < 1e-12 for (_, a), (_, b) in zip(found, reference(here[case.name], ALIGNED), strict=True))
 

@@ -186,7 +186,7 @@ def test_qualify_says_which_products_are_wrong(monkeypatch: pytest.MonkeyPatch, 
     # and the command's status is of them
     monkeypatch.setattr(run, "device_of", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(run.qualification, "path_for_this_machine", lambda: Path("here"))
+    monkeypatch.setattr(run.verdicts, "path_for_this_machine", lambda: Path("here"))
     for name, stub in (("default_targets", list), ("qualify", lambda *args, **names: []), ("running", lambda *args: [])):
         monkeypatch.setattr(run.admission, name, stub)
     for held, status in ((wrong, False), ([], True)):

@@ -168,6 +168,8 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contribut
     if name not in PROGRAMS:
         raise ValueError(f"unknown program {name!r}; there are {', '.join(PROGRAMS)}")
     found = PROGRAMS[name]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"program {name!r} runs on cpu and cuda, not on {kind}")
     text = {value: key for key, value in DTYPES.items()}.get(dtype)
     if kind not in found.devices or text not in found.dtypes:
         wanted = f"{' or '.join(found.dtypes)} on {' or '.join(found.devices)}"
