@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_harness import QWEN3, STEM, serving, tokens, twins
+from engine_harness import QWEN3, REQUESTS, STEM, baseline, scored, serving, tokens, twins
 from transformers import BatchEncoding
 
 from zoo.common.engine import Engine
@@ -203,6 +203,88 @@ def test_a_record_with_a_nan_is_not_exact() -> None:
 
 
 # what a reader refuses
+
+
+def test_records_survive_json() -> None:
+    record = engine().generate([STEM], SamplingParams(temperature=0.3, top_k=5, max_new_tokens=4), prompt_log_probs=True)[0]
+    values = json.loads(json.dumps(record.to_dict()))
+    assert Completion.from_dict(values) == record
+    odd = replace(record, log_probs=(-0.0, float("-inf"), float("nan"), -1e-45), filtered_log_probs=(0.0,) * 4, exact=False)
+    assert Completion.from_dict(odd.to_dict()).to_dict() == odd.to_dict() != replace(odd, log_probs=(0.0,) * 4).to_dict()
+    for change, message in (
+        ({"extra": 1}, "extra"),
+        ({"log_probs": "00000000"}, "1 log_probs for 4"),
+        ({"finish_reason": "x"}, "'x'"),
+        ({"log_probs": "0000803f" * 4}, "log_probs holds 1.0"),
+        ({"output_ids": [1.5] * 4}, "output_ids must be a list of integers of at least 0 and below 2.31, not 1.5"),
+        ({"prompt_ids": ["x"] * 48}, "prompt_ids must be a list of integers"),
+        ({"prompt_ids": 5}, "prompt_ids must be a list of integers"),
+        ({"output_ids": [1, 2, 3, 1 << 31]}, "output_ids must be .* below 2.31, not 2147483648"),
+        ({"request_id": 5}, "request_id must be text, not 5"),
+        ({"exact": "no"}, "exact must be True or False, not 'no'"),
+        ({"sampling": None}, "sampling must be a dictionary, not None"),
+        ({"fingerprint": None}, "fingerprint must be a dictionary, not None"),
+        ({"versions": [["0" * 32, 51]]}, "the last row is of 0{32}, the fingerprint of"),
+        ({"versions": [[values["versions"][0][0], -3]]}, "versions must be runs"),
+        ({"versions": "x"}, "versions must be runs"),
+        ({"versions": [["a", 10**12]]}, "versions count 1000000000000 rows for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Completion.from_dict({**values, **change})
+
+
+def test_records_are_drawn_again_together() -> None:
+    """Packed: one of another seed is found between others, and only it."""
+    trainer = twins("dense")[0]
+    prompts, params = (
+        [STEM, STEM[:3], STEM[:17]],
+        [SamplingParams(temperature=t, seed=7 + n, max_new_tokens=5 + n) for n, t in enumerate((0.0, 1.0, 0.7))],
+    )
+    good = engine().generate(prompts, params)
+    check_draws(trainer, *good)
+    check_draws(trainer)
+    for none in (list(good), good[0].to_dict()):
+        with pytest.raises(ValueError, match=f"one argument each .*, not a {type(none).__name__}"):
+            check_draws(trainer, none)
+    bad = replace(good[1], sampling=replace(good[1].sampling, seed=1))
+    other = replace(good[2], versions=(*good[2].versions[:-1], "0" * 32))
+    with pytest.raises(ValueError, match=f"output token 6 of request '{other.request_id}' was drawn by weights 0{{32}}, this model has"):
+        check_draws(trainer, good[0], other)
+    with pytest.raises(ValueError, match=f"of request '{bad.request_id}' is .*drawn again it is"):
+        check_draws(trainer, good[0], bad, good[2])
+
+
+def test_a_record_is_drawn_again() -> None:
+    trainer = twins("dense")[0]
+    for values in baseline("dense"):
+        record = Completion.from_dict({**values, "request_id": "0"})
+        check_draws(trainer, record)
+        with torch.autocast("cpu", torch.bfloat16):
+            check_draws(trainer, record)
+    seeded = Completion.from_dict({**baseline("dense")[0], "request_id": "0"})
+    other = replace(seeded, sampling=replace(seeded.sampling, seed=99))
+    assert scored(trainer, other, other.sampling) == other.filtered_log_probs  # which a score does not see
+    bit = tuple(torch.nextafter(torch.tensor(seeded.log_probs), torch.tensor(-100.0)).tolist())
+    swapped = (*seeded.output_ids[:-1], seeded.output_ids[-1] ^ 1)
+    for wrong in (other, replace(seeded, log_probs=bit), replace(seeded, output_ids=swapped)):
+        with pytest.raises(ValueError, match="output token . of request '0' is .*, drawn again it is"):
+            check_draws(trainer, wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values | {"log_probs": "00 00 00" * 2}, "log_probs must be hexadecimal text of whole FP32 numbers"),
+        (lambda values: values | {"log_probs": "0000000g"}, "log_probs must be hexadecimal text of whole FP32 numbers"),
+        (lambda values: values | {"sampling": {}}, "sampling has lost ignore_eos, .*seed, .*temperature"),
+        (lambda values: None, "a completion is a dictionary, not None"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_field(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    values = engine().generate([REQUESTS[5][0]], REQUESTS[5][1])[0].to_dict()
+    assert Completion.from_dict(values).to_dict() == values
+    with pytest.raises(ValueError, match=message):
+        Completion.from_dict(change(values))
 
 
 def deep() -> Any:
