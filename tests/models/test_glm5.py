@@ -126,20 +126,26 @@ def test_a_nan_score_is_an_error_and_no_choice() -> None:
     documents = FAMILY.documents("three choose", LENGTHS)
     short = [documents[0][:12]]
     scores(trainer, documents)  # the control
-    for model in (trainer, server):
-        model.model.layers[0].attention.indexer.norm.bias[:2] = torch.inf
-        model.model.layers[0].attention.indexer.norm.bias[2:4] = -torch.inf
+    biases = [model.model.layers[0].attention.indexer.norm.bias for model in (trainer, server)]
+    kept = [bias.clone() for bias in biases]
+    for bias in biases:
+        bias[:2] = torch.inf
+        bias[2:4] = -torch.inf
     message = "^select: an earlier token's score is NaN"
-    with pytest.raises(ValueError, match=message):
-        scores(trainer, documents)
-    ids, starts = packed(documents)
-    with pytest.raises(ValueError, match=message):
-        trainer(ids, cu_seqlens=starts)
-    assert all(bool(found.isfinite().all()) for found in scores(trainer, short))  # at most top_k tokens: nothing is scored
-    engine = Engine(server, pages=32, max_batch=2)
-    with pytest.raises(ValueError, match=message):
-        engine.generate([documents[0][:30].tolist()], SamplingParams(max_new_tokens=2))
-    assert engine.generate([documents[0][:8].tolist()], SamplingParams(max_new_tokens=2))[0].exact
+    try:
+        with pytest.raises(ValueError, match=message):
+            scores(trainer, documents)
+        ids, starts = packed(documents)
+        with pytest.raises(ValueError, match=message):
+            trainer(ids, cu_seqlens=starts)
+        assert all(bool(found.isfinite().all()) for found in scores(trainer, short))  # at most top_k tokens: nothing is scored
+        engine = Engine(server, pages=32, max_batch=2)
+        with pytest.raises(ValueError, match=message):
+            engine.generate([documents[0][:30].tolist()], SamplingParams(max_new_tokens=2))
+        assert engine.generate([documents[0][:8].tolist()], SamplingParams(max_new_tokens=2))[0].exact
+    finally:  # other tests have the same models
+        for bias, value in zip(biases, kept, strict=True):
+            bias.copy_(value)
 
 
 @torch.no_grad()
