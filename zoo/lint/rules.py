@@ -10,11 +10,14 @@ from zoo.lint.source import Finding, Source, dotted
 
 BANNED_NAME = re.compile(r"^_*(exact|v\d+|new|aligned)_|_(exact|v\d+|new|aligned)$")
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
+READS_ENVIRONMENT = {"zoo/common/compilations.py": "finds the folder that DeepGEMM compiles into; no number depends on it"}
 LEFT = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
 
 
 def environment_findings(source: Source) -> Iterator[Finding]:
     """Uses of the process's environment, whichever way `os` was imported: none may pick an arithmetic."""
+    if source.file in READS_ENVIRONMENT:
+        return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
             yield source.finding(node, f"{dotted(node)} reads the environment")
