@@ -19,6 +19,7 @@ from zoo.common.hub import locate
 from zoo.common.reading import check_size, clipped
 from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.common.serving import ForServing
+from zoo.common.threads import suited
 
 TOKENIZER_BYTES = 128 << 20  # of tokenizer.json: the largest vocabularies take 40 MB
 
@@ -73,8 +74,9 @@ def generate_command(
     ids = [tokenizer.encode(text).ids for text in texts]
     model = zoo.load(checkpoint, "serving", device=device, dtype=dtype, revision=revision)
     assert isinstance(model, ForServing)
-    engine = Engine(model, max_batch=min(len(texts), MAX_BATCH), progress=progress)
-    done = engine.generate(ids, each, prompt_log_probs=prompt_log_probs)
+    with suited(model):  # the content hash of the weights too
+        engine = Engine(model, max_batch=min(len(texts), MAX_BATCH), progress=progress)
+        done = engine.generate(ids, each, prompt_log_probs=prompt_log_probs)
     made = [Generation(p, tokenizer.decode(list(c.output_ids)), c) for p, c in zip(texts, done, strict=True)]
     if json is not None:
         fields = {

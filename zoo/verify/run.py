@@ -16,6 +16,7 @@ from zoo.common.files import check_file, check_fresh, write_file, written_in_pla
 from zoo.common.ops import CONTRACTS
 from zoo.common.program import Program, resolve
 from zoo.common.terminal import Terminal
+from zoo.common.threads import suited
 from zoo.verify import map as maps
 from zoo.verify import qualify as admission
 from zoo.verify import report as pages
@@ -26,7 +27,7 @@ from zoo.verify.products import Held, all_products, hold
 from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
-from zoo.verify.subject import Subject, build, config_of, geometry, is_large, settings_for, sizes
+from zoo.verify.subject import Subject, build, config_of, geometry, settings_for, sizes
 from zoo.verify.tally import Row
 
 
@@ -76,19 +77,14 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
             status.update("qualifying")  # just the shapes that this model uses
             targets = admission.targets_of(subject.server)
             admission.qualify(targets, lambda text: line(console, text), program=subject.server.program)
-        threads = torch.get_num_threads()
-        if device == "cpu" and not is_large(subject):
-            torch.set_num_threads(1)  # operands this small keep several threads waiting for each other
 
         def wrote(row: Row, seconds: float) -> None:
             line(console, f"{'equal ' if row.ok else 'FAILED'} {row.rung} {row.what} ({seconds:.1f} s)")
             save(json_file, ladder.result)
 
         ladder = Ladder(subject, settings, say, wrote, asked.engine)
-        try:
+        with suited(subject.trainer):
             result = ladder.climb(asked.rungs)
-        finally:
-            torch.set_num_threads(threads)
         places = maps.operation_map(subject) if report is not None else []
     console.print(table_of(result))
     show_end(result, console)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from zoo.common.registry import architectures, find, model_class
 from zoo.common.serving import ForServing
+from zoo.common.threads import is_large
 from zoo.common.training import ForRL
 from zoo.verify.asked import check_lengths, check_random
-
-LARGE = 100_000_000  # parameters from which sequences are decoded at their ends only
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,11 @@ def load(source: dict[str, Any], role: str, device: str | None) -> Any:
     return made.from_config(made.family.config.from_hf(source["config"]), seed=source["seed"], device=device)
 
 
-def is_large(subject: Subject) -> bool:
-    """Whether only the ends of sequences are decoded token by token."""
-    return sum(p.numel() for p in subject.trainer.parameters()) > LARGE
-
-
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:
     """Lengths at the edges of the program's tiles and segments, and how much of them is decoded token by token."""
     cuda = subject.device.type == "cuda"
     memory = subject.server.make_memory(2, slots=1)
-    large = is_large(subject)
+    large = is_large(subject.trainer)  # then only the ends of sequences are decoded token by token
     slots = bool(memory.slots)
     if lengths is None:
         # decode with slots is the dearest of a CPU's climb: 140 tokens close two chunks

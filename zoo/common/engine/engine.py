@@ -26,6 +26,7 @@ from zoo.common.reading import shown
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.common.rows import is_whole
 from zoo.common.serving import ForServing
+from zoo.common.threads import suited
 
 MODES = ("recompute", "keep")
 RELEASED = (2, 1)  # pages and slots of an engine that has handed its memory back: the least that there can be
@@ -309,7 +310,7 @@ class Engine:
     @torch.no_grad()
     def _step(self) -> None:
         self._check_ready()
-        with self.changes.change():
+        with suited(self.model), self.changes.change():
             self._push()
 
     def _check_ready(self) -> None:
