@@ -41,6 +41,7 @@ hooked method at all, who notices is said here.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,8 @@ REQUESTS = "managers.tokenizer_manager.TokenizerManager"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
+LARGEST_REHEARSED = 8192  # rows of a push, where SGLang's chunks have no bound
+LARGEST_BATCH = 256  # sequences, where it names none
 UPDATE_FORMATS = (None, "flattened_bucket")  # of tensors: those that go through the model's load_weights
 
 
@@ -127,6 +130,7 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
+    _rehearse(runner.model.zoo, args)
     runner.sampler.program = runner.model.zoo.program
     runner.sampler.weights = runner.model.weights
     assert_active(runner)
@@ -139,6 +143,28 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     if PROGRAMS[args.attention_backend] == "aligned" and made["qualification"] != "qualified":
         logger.warning("zoo: not every faster provider is qualified on this GPU and toolchain: run `zoo qualify` once; bytes are the same")
     return result
+
+
+def _rehearse(model: Any, args: Any) -> None:
+    """Compiles what will be launched, over memory that is given back before SGLang measures what is left."""
+    import torch
+
+    from zoo.common.rehearsal import rehearse
+    from zoo.sglang_plugin.options import resolved
+
+    if model.device.type != "cuda":
+        return
+    given = resolved(args)
+    chunk = given.chunked_prefill_size
+    began = time.monotonic()
+    found = rehearse(
+        model,
+        chunk_rows=chunk if chunk > 0 else LARGEST_REHEARSED,
+        max_batch=given.max_running_requests or LARGEST_BATCH,
+        page_size=given.page_size,
+    )
+    torch.cuda.empty_cache()
+    logger.info("zoo: %d kernel variants were compiled in %.0f s before the first request", found, time.monotonic() - began)
 
 
 def register_classes() -> None:
@@ -186,6 +212,7 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS:
+        from zoo.common.compilations import watch
         from zoo.sglang_plugin.check import assert_unhooked
 
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
@@ -196,10 +223,13 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         if not released:
             assert_unhooked(runner.model)  # SGLang has options that register some after the model was loaded
             printed = runner.model.fingerprint()
+        seen = watch()
+        seen.look("serving")
         result.internal_state[STATE] = {
             "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
             "drawn_in_graphs": 0 if draws is None else draws.drawn,
+            "compilations": seen.after_ready,
         }
     return result
 

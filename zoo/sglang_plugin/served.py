@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_server_args
 from torch import Tensor, nn
 
 from zoo.common import ops
+from zoo.common.compilations import watch
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.hub import read_config
 from zoo.common.layers import RotaryTable
@@ -81,6 +82,8 @@ class Served(nn.Module):
             if backend.captures:
                 output.customized_info = {DRAWN: backend.draws.draw(output.next_token_logits, positions)}
             return output
+        seen = watch()
+        seen.look("between prefills")
         hidden_RD = backend.prefills.push(input_ids, step) if backend.prefills is not None else None
         if hidden_RD is None:
             hidden_RD = self.hidden_rows(input_ids, step, backend)
@@ -101,6 +104,7 @@ class Served(nn.Module):
             )
             for name, value in vars(scores).items() if scores is not None else ():
                 setattr(output, name, value)
+        seen.look(f"a prefill of {step.rows.count} rows of {len(last_N)} sequences of up to {step.rows.max_length} tokens")
         return output
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from zoo.common.compilations import watch
 from zoo.common.engine.changes import Changes, driving
 from zoo.common.engine.pages import PagePool
 from zoo.common.engine.request import Request, kind_of, params_of_sample
@@ -23,6 +24,7 @@ from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import ServingMemory
 from zoo.common.program import parse_dtype
 from zoo.common.reading import shown
+from zoo.common.rehearsal import rehearse
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.common.rows import is_whole
 from zoo.common.serving import ForServing
@@ -34,7 +36,10 @@ RELEASED = (2, 1)  # pages and slots of an engine that has handed its memory bac
 
 @dataclass
 class Stats:
-    """Counts since the engine was made. Rows are pushed tokens; `graph_rows` are those of `prefill_rows` that a CUDA graph served."""
+    """Counts since the engine was made. Rows are pushed tokens; `graph_rows` are those of `prefill_rows` that a CUDA graph served.
+
+    compilations  kernel variants that were compiled, or loaded for the first time, in this process after `rehearse`; without one 0
+    """
 
     steps: int = 0
     graph_steps: int = 0
@@ -43,6 +48,7 @@ class Stats:
     graph_rows: int = 0
     reused_rows: int = 0
     preemptions: int = 0
+    compilations: int = 0
 
 
 class Engine:
@@ -114,6 +120,23 @@ class Engine:
         self.weights = WeightsWatch(model)
         self.scheduler = Scheduler(memory, _empty_pool(memory), self.version, slots, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs, chunk_rows)
+
+    @driving
+    def rehearse(self) -> int:
+        """Compiles what this engine can launch before anybody waits for it; returns how many variants there were.
+
+        Rows of every count are pushed over memory of their own, which is given back. From then on `stats.compilations` counts, and
+        each compilation is logged with the rows that caused it. On a CPU nothing compiles.
+        """
+        found = rehearse(
+            self.model,
+            chunk_rows=self.scheduler.chunk_rows,
+            max_batch=self.scheduler.max_batch,
+            page_size=self._page_size,
+            progress=self.progress,
+        )
+        self.stats.compilations = 0
+        return found
 
     @property
     def version(self) -> str:
@@ -348,7 +371,12 @@ class Engine:
         self.stats.decode_rows += len(single)
         self.stats.prefill_rows += sum(count for _, count in chunks)
         self.stats.graph_rows += self.runner.replayed
-        self.stats.reused_rows, self.stats.preemptions = self.scheduler.reused_rows, self.scheduler.preemptions
+        self.stats.reused_rows = self.scheduler.reused_rows
+        self.stats.preemptions = self.scheduler.preemptions
+        if self.device.type == "cuda":
+            seen = watch()
+            seen.look(f"{len(single)} decode rows and {sum(count for _, count in chunks)} prompt rows of {len(chunks)} sequences")
+            self.stats.compilations = seen.after_ready
 
     # memory
 
