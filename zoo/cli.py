@@ -158,15 +158,15 @@ def generate(
 
 
 @command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops or models", show_default=False)] = "") -> None:
-    """Run benchmarks.ops or benchmarks.models of a source checkout; everything after the name goes to it."""
+def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="ops, models or serve", show_default=False)] = "") -> None:
+    """Run benchmarks.ops, .models or .serve of a source checkout; everything after the name goes to it."""
     import runpy
 
     if what in ("--help", "-h"):
         typer.echo(context.get_help())
         raise typer.Exit
-    if what not in ("ops", "models"):
-        raise ValueError(f"{f'there is no benchmark {what!r}' if what else 'no benchmark is named'}; there are ops and models")
+    if what not in ("ops", "models", "serve"):
+        raise ValueError(f"{f'there is no benchmark {what!r}' if what else 'no benchmark is named'}; there are ops, models and serve")
     root = Path(__file__).parents[1]
     if not (root / "benchmarks" / f"{what}.py").exists():
         raise ValueError(f"benchmarks/{what}.py is not beside the package in {root}: benchmarks run from a source checkout")
