@@ -6,9 +6,11 @@ read: a field's check may look at those before it in `FieldReader.found`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self, get_type_hints
 
 from zoo.common.config import IGNORED, MISSING, FieldReader, check_tokens
@@ -62,7 +64,24 @@ def eos_of(config: Any) -> dict[str, Any]:
     return {"eos_token_id": list(ends) if len(ends) > 1 else ends[0]} if ends else {}
 
 
-class Geometry:
+class _UseCache(type):
+    """Makes classes in which `use_cache` alone may be written, frozen dataclasses too: transformers' Trainer writes it."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, _but_use_cache(value) if name == "__setattr__" else value)
+
+
+def _but_use_cache(frozen: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    def write(self: Any, name: str, value: Any) -> None:
+        if name != "use_cache":
+            frozen(self, name, value)
+        elif value:
+            raise ValueError(f"use_cache={value!r}: a trainer keeps no cache, and a server always has one")
+
+    return write
+
+
+class Geometry(metaclass=_UseCache):
     """Base of a family's config, a frozen dataclass.
 
     family         the name that begins its sentences
@@ -78,6 +97,8 @@ class Geometry:
     architectures: ClassVar[Mapping[str, str]]
     fixed: ClassVar[tuple[Fixed, ...]] = ()
     ignored: ClassVar[frozenset[str]] = frozenset()
+
+    use_cache: ClassVar[bool] = False
 
     vocabulary: int
     eos: tuple[int, ...]
@@ -112,6 +133,17 @@ class Geometry:
                 out |= one.write(self) if one.write else {one.name: getattr(self, name)}
         out |= {one.name: deepcopy(one.value) for one in self.fixed if one.written and (not one.only or kind in one.only)}
         return out | {"torch_dtype": "bfloat16"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """`to_hf`, under the name that transformers' callbacks ask for."""
+        return self.to_hf()
+
+    def get_text_config(self, decoder: bool = False) -> SimpleNamespace:
+        """Token ids as config.json has them, under transformers' names; what is written there reaches no model."""
+        return SimpleNamespace(**{name: self.published.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_hf(), indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from zoo.common.config import config_lines
 from zoo.common.ends import end_tokens, read_generation
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
 from zoo.common.hashing import key64, normal_
-from zoo.common.layers import RotaryTable
+from zoo.common.layers import Embedding, RotaryTable
 from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
@@ -66,6 +66,21 @@ class Pretrained(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_hash": None}  # of the parameters of this object, not of a copy's
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The program's own, of the rows and of most weights."""
+        return self.program.torch_dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Numbers in all parameters, or in those that want gradients, or in those beside tables of the vocabulary."""
+        tables = [module.weight for module in self.modules() if exclude_embeddings and isinstance(module, Embedding)]
+        left_out = {id(table) for table in tables}
+        return sum(p.numel() for p in self.parameters() if id(p) not in left_out and (p.requires_grad or not only_trainable))
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

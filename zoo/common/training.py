@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 from zoo.common import ops
+from zoo.common.inputs import Batch, Beside, integers, inverse_temperatures, read_batch
 from zoo.common.ops.sample import score_filtered
 from zoo.common.pretrained import Pretrained, own_dtypes
 from zoo.common.row_sampling import DrawParams, RowSampling
@@ -34,10 +35,22 @@ class Scores:
 
 @dataclass
 class ModelOutput:
-    """What forward returns. `logits` are made when first asked for; the loss does not need them."""
+    """What forward returns, by name (`out.logits`) and by item (`out["logits"]`); `out[0]` and slices are of (loss, logits), the loss
+    left out where there is none.
+
+    loss           None without labels
+    hidden_states  final normed rows
+    log_probs      FP32, of each row's label, 0 where there is none; None without labels
+    entropy        FP32, in nats, of each row's distribution; None without labels
+    logits         FP32, made when first asked for, before any temperature
+
+    Those of tokens have the shape of input_ids first.
+    """
 
     loss: Tensor | None
     hidden_states: Tensor
+    log_probs: Tensor | None
+    entropy: Tensor | None
     _model: ForRL
     _logits: Tensor | None = None
 
@@ -49,24 +62,66 @@ class ModelOutput:
             self._logits = self._model.logits(flat).unflatten(0, self.hidden_states.shape[:-1])
         return self._logits
 
-    def __getitem__(self, key: int | str) -> Tensor | None:
-        return getattr(self, ("loss", "logits", "hidden_states")[key] if isinstance(key, int) else key)
+    def keys(self) -> tuple[str, ...]:
+        """The names of what is there."""
+        return tuple(name for name in OUTPUTS if name == "logits" or getattr(self, name) is not None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if isinstance(key, str):
+            if key not in OUTPUTS:
+                raise KeyError(f"forward returns {', '.join(OUTPUTS)}, no {key!r}")
+            return getattr(self, key)
+        names = tuple(name for name in ("loss", "logits") if name in self.keys())[key]
+        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)
+
+
+class NoAdapters(dict[str, Any]):
+    """Adapters that a model does not have: empty, and refuses any in a sentence."""
+
+    def update(self, *given: Any, **named: Any) -> None:
+        raise ValueError(
+            "LoRA is not built yet, it is coming with kernels of its own: train all weights, or merge an adapter before loading"
+        )
+
+    def __setitem__(self, name: str, adapter: Any) -> None:
+        self.update({name: adapter})
+
+
+OUTPUTS = ("loss", "logits", "log_probs", "entropy", "hidden_states")
 
 
 def _rebuilt(leaves: Iterable[Any], model: ForRL) -> ModelOutput:
-    loss, hidden, logits = leaves
-    return ModelOutput(loss, hidden, model, logits)
+    loss, hidden_states, log_probs, entropy, logits = leaves
+    return ModelOutput(loss, hidden_states, log_probs, entropy, model, logits)
+
+
+def _leaves(out: ModelOutput) -> tuple[list[Any], ForRL]:
+    return [out.loss, out.hidden_states, out.log_probs, out.entropy, out._logits], out._model
 
 
 # FSDP2 and DDP find the tensors whose gradients they wait for by flattening what a module returns
 register_pytree_node(Scores, lambda scores: (list(vars(scores).values()), None), lambda leaves, _: Scores(*leaves))
-register_pytree_node(ModelOutput, lambda out: ([out.loss, out.hidden_states, out._logits], out._model), _rebuilt)
+register_pytree_node(ModelOutput, _leaves, _rebuilt)
 
 
 class ForRL(Pretrained, nn.Module):
     """Base of every architecture's training model; a subclass says what memory its layers have."""
 
     gradient_checkpointing = False
+    # what transformers' Trainer asks of a model: its loss divides by num_items_in_batch, and scores no document's first token
+    accepts_loss_kwargs = True
+    loss_type = "ForCausalLM"
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """Empty; peft writes its adapters here before it looks at a model."""
+        return NoAdapters()
 
     def layer_memory(self, layer: int, rows: Rows) -> Any:
         """The view of a layer for whole documents packed one after another: what `append` is given is the whole history."""
@@ -113,6 +168,14 @@ class ForRL(Pretrained, nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, object] | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """`gradient_checkpointing_enable` as transformers' Trainer calls it. ValueError too for a choice of layers, and for offloading."""
+        if every_n_layers != 1 or offload:
+            raise ValueError(f"every layer is recomputed and nothing offloaded, not every_n_layers={every_n_layers}, offload={offload}")
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
+
     def sharding_units(self) -> list[nn.Module]:
         """What to give to FSDP2's `fully_shard`, in this order: modules with FP32 parameters of their own, the layers, the model.
 
@@ -144,67 +207,72 @@ class ForRL(Pretrained, nn.Module):
     @own_dtypes
     def forward(
         self,
-        input_ids: Tensor,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
+        input_ids: Tensor | Sequence[Any],
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        attention_mask: Tensor | Sequence[Any] | None = None,
+        labels: Tensor | Sequence[Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        position_ids: Tensor | Sequence[Any] | None = None,
+        **beside: Unpack[Beside],
     ) -> ModelOutput:
-        """Hidden rows, logits if asked, and the loss if labels are given.
+        """Hidden rows, logits if asked, and the loss, log-probabilities and entropy if labels are given.
 
-        input_ids [R] with cu_seqlens [N + 1], or [B, T] (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here
-        and only here. labels have the shape of input_ids: label r + 1 is what row r is scored on, -100 is ignored. All of them
-        are int32 or int64; the mask may have any dtype. The loss is the mean negative log-probability, or the sum over
-        `num_items_in_batch`, which is above 0. ValueError for shapes, dtypes, ids, labels or bounds that do not fit each other or
-        the model. Runs eagerly, also under torch.compile.
+        input_ids [R] or [1, R] with cu_seqlens [N + 1] (or with position_ids, which begin each document at 0), or [B, T]
+        (attention_mask [B, T] of 0 and 1 marks padding), which is unpadded here and only here. labels have the shape of input_ids:
+        label r + 1 is what row r is scored on, -100 is ignored; `shift_labels` say it for row r itself. All of them are int32 or int64,
+        or lists; the mask may have any dtype. position_ids must be what bounds or mask make them. The loss is the mean negative
+        log-probability, or the sum over `num_items_in_batch`, which is above 0. What else other trainers pass is in
+        `zoo.common.inputs.Beside`. ValueError for shapes, dtypes, ids, labels or bounds that do not fit each other or the model, and for
+        what the model does not do. Runs eagerly, also under torch.compile.
         """
-        _check_shapes(input_ids, cu_seqlens, attention_mask, labels)
-        if cu_seqlens is not None:
-            ids_R = input_ids
-            starts = cu_seqlens
-            keep = None
-        else:
-            keep = _kept(input_ids, attention_mask)
-            ids_R = input_ids[keep]
-            starts = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
-        rows = self.packed_rows(ids_R, starts)
-        hidden_RD = self.hidden_rows(ids_R, rows)
-        loss = None
-        if labels is not None:
-            targets_R = next_in_document(labels if keep is None else labels[keep], rows, IGNORE)
-            loss = self._loss(hidden_RD, targets_R, num_items_in_batch)
-        if keep is not None:
-            padded = hidden_RD.new_zeros(*input_ids.shape, hidden_RD.shape[1])
-            hidden_RD = padded.masked_scatter(keep[..., None], hidden_RD)
-        return ModelOutput(loss, hidden_RD, self)
+        device = self.device
+        batch = read_batch(input_ids, cu_seqlens, attention_mask, position_ids, beside, device)
+        targets = self._targets(labels, beside.get("shift_labels"), batch)
+        rows = self.packed_rows(batch.ids_R, batch.starts_N1)
+        inverse_R = inverse_temperatures(beside.get("temperature"), batch)
+        hidden_RD = self.hidden_rows(batch.ids_R, rows)
+        if targets is None:
+            return ModelOutput(None, batch.back(hidden_RD), None, None, self)
+        targets_R = targets if labels is None else next_in_document(targets, rows, IGNORE)
+        scores = self._scored(hidden_RD, targets_R, inverse_R)
+        loss = _mean(-scores.log_prob_R.sum(), targets_R, num_items_in_batch)
+        assert scores.entropy_R is not None
+        return ModelOutput(loss, batch.back(hidden_RD), batch.back(scores.log_prob_R), batch.back(scores.entropy_R), self)
 
-    def _loss(self, hidden_RD: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
-        valid = targets_R != IGNORE
-        targets_R = torch.where(valid, targets_R, 0).long()
+    def _targets(self, labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
+        if labels is not None and shift_labels is not None:
+            raise ValueError("labels and shift_labels are the same tokens, one row apart: give one of them")
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None:
+                targets = integers(name, given, self.device)
+                if tuple(targets.shape) != batch.shape:
+                    raise ValueError(f"{name} has shape {tuple(targets.shape)}, input_ids {batch.shape}")
+                return batch.rows(targets)
+        return None
+
+    def _scored(self, hidden_RD: Tensor, targets_R: Tensor, inverse_temperature_R: Tensor | None) -> Scores:
+        """Log-probabilities, 0 where there is no target, and entropy."""
+        valid_R = targets_R != IGNORE
+        targets_R = torch.where(valid_R, targets_R, 0).long()
         check_ids(targets_R, self.config.vocabulary)
-        if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
-            given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
-            raise ValueError(f"num_items_in_batch must be one number, not {given}")
-        if items is not None and not bool(items > 0):
-            raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
-        scores = ops.log_prob(hidden_RD, self.model.head_weight_VD, targets_R, program=self.program)
-        total = -torch.where(valid, scores.log_prob_R, 0.0).sum()
-        return total / (valid.sum().clamp(min=1) if items is None else items)
+        head = self.model.head_weight_VD
+        found = ops.log_prob(hidden_RD, head, targets_R, program=self.program, inverse_temperature_R=inverse_temperature_R)
+        return Scores(torch.where(valid_R, found.log_prob_R, 0.0), found.entropy_R)
 
     @own_dtypes
     def score(
         self,
-        input_ids: Tensor,
-        cu_seqlens: Tensor,
-        target_ids: Tensor | None = None,
+        input_ids: Tensor | Sequence[int],
+        cu_seqlens: Tensor | Sequence[int],
+        target_ids: Tensor | Sequence[int] | None = None,
         sampling: DrawParams | Sequence[DrawParams] | None = None,
         *,
         entropy: bool = False,
         top_k: int = 0,
     ) -> Tensor | Scores:
         """FP32 log-probabilities [R], differentiable. Entry r is that of `target_ids[r]` after reading row r; by default the
-        document's next token, and 0.0 on a document's last row. Ids and bounds are int32 or int64. Runs eagerly, also under
-        torch.compile.
+        document's next token, and 0.0 on a document's last row. Ids and bounds are int32 or int64, or lists. Runs eagerly, also
+        under torch.compile.
 
         `sampling` (one for all, or one per document) replays the sampler's program: temperature, then top-k, top-p and min-p
         jointly; a token outside the support scores -inf. With `entropy` or `top_k` a `Scores` is returned; both describe the
@@ -213,14 +281,15 @@ class ForRL(Pretrained, nn.Module):
         """
         if isinstance(top_k, bool) or not isinstance(top_k, int):
             raise ValueError(f"top_k must be an integer, not {top_k!r:.40}")
-        rows = self.packed_rows(input_ids, cu_seqlens)
+        input_ids = integers("input_ids", input_ids, self.device)
+        rows = self.packed_rows(input_ids, integers("cu_seqlens", cu_seqlens, self.device))
         hidden_RD = self.hidden_rows(input_ids, rows)
         scored_R = torch.ones_like(input_ids, dtype=torch.bool)
         if target_ids is None:
             target_ids = next_in_document(input_ids, rows, IGNORE)
             scored_R = target_ids != IGNORE
         else:
-            check_integers("target_ids", target_ids)
+            target_ids = integers("target_ids", target_ids, self.device)
             if target_ids.shape != input_ids.shape:
                 raise ValueError(f"target_ids has shape {tuple(target_ids.shape)}, input_ids {tuple(input_ids.shape)}")
         targets_R = torch.where(scored_R, target_ids, 0).long()
@@ -279,39 +348,11 @@ def next_in_document(values_R: Tensor, rows: Rows, last: int) -> Tensor:
     return shifted
 
 
-def _check_shapes(ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None) -> None:
-    for name, given in (("input_ids", ids), ("labels", labels)):
-        if given is not None:
-            check_integers(name, given)
-    if ids.dim() not in (1, 2):
-        raise ValueError(f"input_ids must be packed rows [R] or a batch [B, T], not {list(ids.shape)}")
-    if ids.dim() == 1 and cu_seqlens is None:
-        raise ValueError("input_ids [R] need cu_seqlens: rows without document bounds would read each other")
-    if ids.dim() == 2 and cu_seqlens is not None:
-        raise ValueError(f"cu_seqlens bound packed rows [R], input_ids is a batch {list(ids.shape)}")
-    if ids.dim() == 1 and attention_mask is not None:
-        raise ValueError(f"attention_mask marks the padding of a batch [B, T], input_ids is packed {list(ids.shape)}")
-    for name, given in (("attention_mask", attention_mask), ("labels", labels)):
-        if given is not None and given.shape != ids.shape:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}")
-
-
-def _kept(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Bool [B, T]: the rows that are tokens. Each sequence is one run of them, padded on either side."""
-    if attention_mask is None:
-        return torch.ones_like(input_ids, dtype=torch.bool)
-    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-    if other.numel():
-        raise ValueError(f"attention_mask holds 0 (padding) and 1 (a token) only, not {other[0].item()}: additive masks are not taken")
-    keep = attention_mask.bool()
-    empty = (~keep.any(1)).nonzero()
-    if empty.numel():
-        raise ValueError(f"sequence {int(empty[0])} of the batch has no token: its attention_mask is all zero")
-    begins = keep & ~torch.nn.functional.pad(keep[:, :-1], (1, 0))
-    holes = (begins.sum(1) > 1).nonzero()
-    if holes.numel():
-        sequence = int(holes[0])
-        first, after = begins[sequence].nonzero()[:2, 0].tolist()
-        hole = first + int((~keep[sequence, first:]).nonzero()[0])
-        raise ValueError(f"attention_mask of sequence {sequence} has a hole at position {hole}, before the token at {after}")
-    return keep
+def _mean(total: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
+    """A sum over the rows that have a target, over their count or over `items`."""
+    if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
+        given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
+        raise ValueError(f"num_items_in_batch must be one number, not {given}")
+    if items is not None and not bool(items > 0):
+        raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
+    return total / ((targets_R != IGNORE).sum().clamp(min=1) if items is None else items)
