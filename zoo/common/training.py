@@ -235,7 +235,7 @@ class ForRL(Pretrained, nn.Module):
             return ModelOutput(None, batch.back(hidden_RD), None, None, self)
         targets_R = targets if labels is None else next_in_document(targets, rows, IGNORE)
         scores = self._scored(hidden_RD, targets_R, inverse_R)
-        loss = _mean(-scores.log_prob_R.sum(), targets_R, num_items_in_batch)
+        loss = _mean_loss(scores.log_prob_R, targets_R, num_items_in_batch)
         assert scores.entropy_R is not None
         return ModelOutput(loss, batch.back(hidden_RD), batch.back(scores.log_prob_R), batch.back(scores.entropy_R), self)
 
@@ -348,11 +348,13 @@ def next_in_document(values_R: Tensor, rows: Rows, last: int) -> Tensor:
     return shifted
 
 
-def _mean(total: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
-    """A sum over the rows that have a target, over their count or over `items`."""
+def _mean_loss(log_prob_R: Tensor, targets_R: Tensor, items: Tensor | int | None) -> Tensor:
+    """Minus the log-probabilities of the rows that have a target, over their count or over `items`."""
     if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
         given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
         raise ValueError(f"num_items_in_batch must be one number, not {given}")
     if items is not None and not bool(items > 0):
         raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
-    return total / ((targets_R != IGNORE).sum().clamp(min=1) if items is None else items)
+    valid = targets_R != IGNORE
+    total = -torch.where(valid, log_prob_R, 0.0).sum()
+    return total / (valid.sum().clamp(min=1) if items is None else items)
