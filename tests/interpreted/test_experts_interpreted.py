@@ -66,6 +66,21 @@ def test_forward_is_the_reference(rows: int) -> None:
             torch.testing.assert_close(got.roll(1, 0), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_limit_cuts_as_the_reference_does(rows: int) -> None:
+    operands = made(rows)
+    wanted = reference.experts(*operands, 0.5)
+    torch.testing.assert_close(kernels.experts_triton(*operands, 0.5), wanted, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(rows, SLOTS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    mine = kernels.experts_backward(grad, *operands, 0.5)
+    for got, exact in zip(mine, reference.experts_backward(grad, *operands, 0.5), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+    for got, exact in zip(
+        (kernels.experts_triton(*operands), kernels.experts_backward(grad, *operands)[0]), (wanted, mine[0]), strict=True
+    ):
+        assert not torch.allclose(got, exact, rtol=1e-3, atol=1e-3)  # control: without it
+
+
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("rows", [7, 45])
 def test_rows_around_the_grouped_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

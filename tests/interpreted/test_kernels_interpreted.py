@@ -232,6 +232,20 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
     close(swiglu_kernels.swiglu(extreme), swiglu_reference.swiglu(extreme), 4)
 
 
+def test_swiglu_cut_to_a_limit() -> None:
+    """The gate from above alone; a limit that is reached lets the gradient through, one that cuts does not; a NaN stays one."""
+    x, grad = torch.randn(5, 2 * 33) * 3, torch.randn(5, 33)
+    x[0, 0], x[0, 1], x[1, 33], x[2, 40] = 2.0, -50.0, torch.nan, -2.0
+    got = swiglu_kernels.swiglu(x, limit=2.0)
+    torch.testing.assert_close(got, swiglu_reference.swiglu(x, 2.0), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert got.isnan().nonzero().tolist() == [[1, 0]]
+    back = swiglu_kernels.swiglu_backward(grad, x, limit=2.0)
+    torch.testing.assert_close(back, swiglu_reference.swiglu_backward(grad, x, 2.0), rtol=1e-5, atol=1e-6, equal_nan=True)
+    cut = torch.cat([x[:, :33] > 2, x[:, 33:].abs() > 2], 1)
+    assert bool(cut.any()) and not back[cut].any() and bool((back[0, :2] != 0).all()) and bool(back[2, 40] != 0)
+    assert not torch.allclose(swiglu_kernels.swiglu(x).nan_to_num(), got.nan_to_num())  # control: without it
+
+
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(("rows", "inner"), [(1, 5), (9, 300), (6, 512), (3, 1024)])
 def test_swiglu_of_some_rows(rows: int, inner: int) -> None:

@@ -165,8 +165,8 @@ def jittered_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
     return ops.select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
 
 
-def vectorised_silu(gate_up: Tensor, *, program: Program) -> Tensor:
-    """Row and column: torch's silu, whose vector body and scalar tail round differently."""
+def vectorised_silu(gate_up: Tensor, *, program: Program, limit: float | None = None) -> Tensor:
+    """Row and column: torch's silu, whose vector body and scalar tail round differently; it knows no limit."""
     gate, up = gate_up.float().chunk(2, -1)
     return (torch.nn.functional.silu(gate.contiguous()) * up).to(gate_up.dtype)
 
@@ -191,12 +191,12 @@ def _expert_by_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, 
     return out
 
 
-def plain_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+def plain_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program, **limit: float) -> Tensor:
     """Row: a matmul shaped by how many rows chose the expert."""
     return _expert_by_expert(x, chosen, gate_up, down, lambda a, b: a.float() @ b.float().T, rounds=True)
 
 
-def unrounded_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+def unrounded_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program, **limit: float) -> Tensor:
     """Fusion: gate, up and their product stay in FP32 between the two projections."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def unrounded_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, 
     return _expert_by_expert(x, chosen, gate_up, down, product, rounds=False)
 
 
-def parts_by_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+def parts_by_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program, **limit: float) -> Tensor:
     """Shard: the split of K depends on how many experts this rank holds."""
     parts = 2 if gate_up.shape[0] % 4 == 0 and x.shape[1] % 2 == 0 and down.shape[2] % 2 == 0 else 1
 

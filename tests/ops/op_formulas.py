@@ -5,6 +5,7 @@ Both tables stand in for public ops through a trial's `replace`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -123,10 +124,10 @@ REFERENCES: dict[str, Op] = {
     "layer_norm": lambda x, weight, bias, eps, *, program: layer_norm_reference.layer_norm(x, weight, bias, eps),
     "head_linear": lambda x, weight, *, program: head_linear_reference.head_linear(x, weight),
     "biased_route": lambda logits, bias, choice, *, program: biased_route_reference.biased_route(logits, bias, choice),
-    "swiglu": lambda gate_up, *, program: swiglu_reference.swiglu(gate_up),
+    "swiglu": lambda gate_up, *, program, limit=None: swiglu_reference.swiglu(gate_up, limit),
     "attention": _attention,
     "route": lambda logits, top_k, renormalise, *, program: route_reference.route(logits, top_k, renormalise),
-    "experts": lambda x, chosen, gate_up, down, *, program: experts_reference.experts(x, chosen, gate_up, down),
+    "experts": lambda x, chosen, gate_up, down, *, program, limit=None: experts_reference.experts(x, chosen, gate_up, down, limit),
     "combine": _combine,
     "log_prob": _log_prob,
 }
@@ -227,10 +228,15 @@ def _masked_attention(
     return torch.cat(out)
 
 
-def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program) -> Tensor:
+def _gated(gate_up: Tensor, *, program: Program, limit: float = math.inf) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, program: Program, limit: float = math.inf) -> Tensor:
     """All experts on all rows, then the chosen ones."""
-    gate, up = torch.einsum("rd,xfd->rxf", x, gate_up).chunk(2, -1)
-    every = torch.einsum("rxf,xdf->rxd", functional.silu(gate) * up, down)
+    gated = _gated(torch.einsum("rd,xfd->rxf", x, gate_up), program=program, limit=limit)
+    every = torch.einsum("rxf,xdf->rxd", gated, down)
     return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
 
 
@@ -258,7 +264,7 @@ TEXTBOOK: dict[str, Op] = {
     "biased_route": _biased_top_k,
     "select": _selected,
     "sparse_attention": _masked_attention,
-    "swiglu": lambda gate_up, *, program: functional.silu(gate_up.chunk(2, -1)[0]) * gate_up.chunk(2, -1)[1],
+    "swiglu": _gated,
     "attention": _softmax_attention,
     "route": _top_k,
     "experts": _every_expert,

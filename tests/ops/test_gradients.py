@@ -37,6 +37,11 @@ def unstable(case: Case) -> bool:
     )
 
 
+def rounds_across_a_limit(case: Case) -> bool:
+    """Inner rows are rounded before they are cut: one may reach the limit in BF16 and not in float64, and a slope is all or nothing."""
+    return case.op in ("experts", "packed_experts") and case.name.startswith("cut")
+
+
 def differentiable(bf16: bool = False, device: str = "cpu") -> list[Any]:
     """Small cases as parameters; with `bf16` those whose gradient BF16 can show."""
     found = [
@@ -45,7 +50,7 @@ def differentiable(bf16: bool = False, device: str = "cpu") -> list[Any]:
         for case in cases_of(name, ALIGNED)
         if case.gradients and case.runs_on(device) and name in REFERENCES
     ]
-    found = [case for case in found if not unstable(case) and not (bf16 and case.kind == "subnormal")]
+    found = [case for case in found if not unstable(case) and not (bf16 and (case.kind == "subnormal" or rounds_across_a_limit(case)))]
     return [pytest.param(case, id=f"{case.op}-{case.name}".replace(" ", "_")) for case in found]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, Arguments, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.swiglu import check_limit
 from zoo.common.program import Program
 
 
@@ -28,7 +29,8 @@ CONTRACT = Contract(
     version=1,
     shapes="x_RD, experts_RK, gate_up_X2FD (gate first), down_XDF -> slots_RKD in the program's dtype",
     reads={"x_RD": PROGRAM, "experts_RK": INTEGERS, "gate_up_X2FD": PROGRAM, "down_XDF": PROGRAM},
-    rounds="gate_up once, swiglu once, each slot row once: the linear and swiglu contracts, expert by expert",
+    rounds="gate_up once, swiglu (with its limit, where there is one) once, each slot row once: the linear and swiglu contracts, expert by "
+    "expert",
     adds="K ascending in one FP32 accumulator, as linear does",
     laws=("row", "place", "fusion", "shard", "repeat"),
     backward="grouped products with FP32 accumulation; a row's slots are added in slot order",
@@ -61,22 +63,43 @@ CONTRACT = Contract(
 
 class _Experts(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, provider: Provider) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        chosen: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        limit: float | None,
+        provider: Provider,
+    ) -> Tensor:
         ctx.save_for_backward(x, chosen, gate_up, down)
+        ctx.limit = limit
         ctx.provider = provider
-        return provider.function("forward")(x, chosen, gate_up, down)
+        return provider.function("forward")(x, chosen, gate_up, down, limit)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, chosen, gate_up, down = ctx.saved_tensors
-        grad_x, grad_gate_up, grad_down = ctx.provider.function("backward")(grad, x, chosen, gate_up, down)
-        return grad_x, None, grad_gate_up, grad_down, None
+        grad_x, grad_gate_up, grad_down = ctx.provider.function("backward")(grad, x, chosen, gate_up, down, ctx.limit)
+        return grad_x, None, grad_gate_up, grad_down, None, None
 
 
 @observed(CONTRACT)
-def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, *, program: Program) -> Tensor:
-    """slots_RKD[r, s] = down_e swiglu(gate_up_e x_r) with e = experts_RK[r, s]. ValueError if the weights' shapes disagree."""
+def experts(
+    x_RD: Tensor,
+    experts_RK: Tensor,
+    gate_up_X2FD: Tensor,
+    down_XDF: Tensor,
+    *,
+    program: Program,
+    limit: float | None = None,
+) -> Tensor:
+    """slots_RKD[r, s] = down_e swiglu(gate_up_e x_r) with e = experts_RK[r, s], swiglu cut to `limit` where there is one.
+
+    ValueError if the weights' shapes disagree, or for a limit that is not positive.
+    """
+    check_limit("experts", limit)
     count, twice, hidden = gate_up_X2FD.shape
     if down_XDF.shape != (count, hidden, twice // 2):
         raise ValueError(
@@ -84,4 +107,5 @@ def experts(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Te
         )
     if x_RD.shape[1] != hidden:
         raise ValueError(f"experts: rows of {x_RD.shape[1]} columns, experts of {hidden}")
-    return _Experts.run(x_RD, experts_RK, gate_up_X2FD, down_XDF, CONTRACT.provider(program, _shape({"gate_up_X2FD": gate_up_X2FD})))
+    provider = CONTRACT.provider(program, _shape({"gate_up_X2FD": gate_up_X2FD}))
+    return _Experts.run(x_RD, experts_RK, gate_up_X2FD, down_XDF, limit, provider)

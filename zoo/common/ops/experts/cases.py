@@ -22,7 +22,10 @@ def _case(
     kind: str = "normal",
     skewed: bool = False,
     device_sized: bool = False,
+    limit: float | None = None,
 ) -> Case:
+    named = {} if limit is None else {"limit": limit}
+
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
         draw = Draw(seed, device, dtype)
         chosen = draw.choices(rows, top_k, count)
@@ -36,7 +39,7 @@ def _case(
         }
 
     def call(t: Trial, args: Args) -> Any:
-        return t.op("experts")(args["x_RD"], args["experts_RK"], args["gate_up_X2FD"], args["down_XDF"], program=t.program)
+        return t.op("experts")(args["x_RD"], args["experts_RK"], args["gate_up_X2FD"], args["down_XDF"], program=t.program, **named)
 
     def fusion(t: Trial) -> None:
         def composed() -> Any:
@@ -46,7 +49,8 @@ def _case(
             for e in chosen.unique().tolist():
                 row, slot = (chosen == e).nonzero(as_tuple=True)
                 gate_up = t.op("linear")(x[row], t.args["gate_up_X2FD"][e], program=t.program)
-                out[row, slot] = t.op("linear")(t.op("swiglu")(gate_up, program=t.program), t.args["down_XDF"][e], program=t.program)
+                hidden = t.op("swiglu")(gate_up, program=t.program, **named)
+                out[row, slot] = t.op("linear")(hidden, t.args["down_XDF"][e], program=t.program)
             return out
 
         assert_fusion_law(t.call, composed)
@@ -78,6 +82,7 @@ def cases(program: Program) -> list[Case]:
         _case("subnormal", 2, 64, 64, 8, 2, "subnormal"),
         _case("many rows of few experts", 65, 64, 64, 8, 2),
         _case("K 1024", 5, 1024, 64, 4, 2),
+        _case("cut to 1", 9, 64, 32, 4, 2, limit=1.0),
         _case("qwen3-30b-a3b, 1 row", 1, 2048, 768, 128, 8, device_sized=True),
         _case("qwen3-30b-a3b, 64 rows", 64, 2048, 768, 128, 8, device_sized=True),
         _case("qwen3-30b-a3b, 1024 rows", 1024, 2048, 768, 128, 8, device_sized=True),

@@ -252,6 +252,7 @@ def _product_kernel(
     OUT_BY: tl.constexpr,
     LONE: tl.constexpr,
     SWIGLU: tl.constexpr,
+    LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -306,7 +307,7 @@ def _product_kernel(
 
     kind = out_ptr.dtype.element_ty
     if SWIGLU:  # gate_up rounds before swiglu does
-        acc = silu_times(acc.to(kind).to(tl.float32), acc_up.to(kind).to(tl.float32))
+        acc = silu_times(acc.to(kind).to(tl.float32), acc_up.to(kind).to(tl.float32), LIMIT)
     target = _source(position, pair, OUT_BY, SLOTS)
     tl.store(out_ptr + target[:, None] * N + n[None, :], acc.to(kind), mask=live[:, None] & (n < N)[None, :])
 
@@ -322,6 +323,7 @@ def _product(
     tile: Tile,
     fused: bool = False,
     transposed: bool = False,
+    limit: float | None = None,
 ) -> Tensor:
     """Without a layout there is one row: each of its pairs is a tile of its own."""
     tiles = experts_RK.numel() if layout is None else layout.expert_B.numel()
@@ -343,6 +345,7 @@ def _product(
         OUT_BY=out_by.value,
         LONE=layout is None,
         SWIGLU=fused,
+        LIMIT=limit,
         TRANSPOSED=transposed,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -354,7 +357,7 @@ def _product(
     return out
 
 
-def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
+def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None) -> Tensor:
     """Gate and up with swiglu in one launch, down in another, which writes each slot row to its own place."""
     rows, slots = experts_RK.shape
     count, hidden, intermediate = down_XDF.shape
@@ -366,17 +369,17 @@ def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_
     layout = None if rows == 1 else lay_out(chosen, count, tile.rows)
     positions = slots * tile.rows if layout is None else layout.pair_P.numel()
     hidden_PF = x_RD.new_empty(positions, intermediate)
-    _product(x_RD.contiguous(), gate_up_X2FD.contiguous(), hidden_PF, layout, chosen, ROW, POSITION, tile, fused=True)
+    _product(x_RD.contiguous(), gate_up_X2FD.contiguous(), hidden_PF, layout, chosen, ROW, POSITION, tile, fused=True, limit=limit)
     return _product(hidden_PF, down_XDF.contiguous(), out, layout, chosen, POSITION, PAIR, tile)
 
 
-def experts_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
+def experts_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None) -> Tensor:
     """Many rows through DeepGEMM's grouped products. Fewer go to Triton, whose bytes qualification has found to be the same."""
     few = experts_RK.numel() < DEEPGEMM_ROWS * down_XDF.shape[0]
-    return (experts_triton if few else through_deepgemm)(x_RD, experts_RK, gate_up_X2FD, down_XDF)
+    return (experts_triton if few else through_deepgemm)(x_RD, experts_RK, gate_up_X2FD, down_XDF, limit)
 
 
-def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
+def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None) -> Tensor:
     """DeepGEMM at any number of rows; each expert's rows are padded to its tile."""
     import deep_gemm
 
@@ -391,7 +394,7 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     ends_X = layout.first_X1[1:]
     product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
     product(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, ends_X)
-    product(swiglu(gate_up_P2F, layout.pair_P), down_XDF.contiguous(), down_PD, ends_X)
+    product(swiglu(gate_up_P2F, layout.pair_P, limit), down_XDF.contiguous(), down_PD, ends_X)
     return _copy_rows(down_PD, layout.place_RK, 1, x_RD.new_empty(rows, slots, hidden))
 
 
@@ -416,19 +419,19 @@ def _copy_rows_kernel(x_ptr, source_ptr, out_ptr, rows, D: tl.constexpr, SHARE: 
     tl.store(out_ptr + row.to(tl.int64)[:, None] * D + d, values, mask=mask)
 
 
-def experts_grouped_mm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor) -> Tensor:
+def experts_grouped_mm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None) -> Tensor:
     """Torch's grouped product, whose order of additions nobody promises."""
     rows, slots = experts_RK.shape
     layout = lay_out(experts_RK, gate_up_X2FD.shape[0], 1)
     ends_X = layout.first_X1[1:]
     x_PD = x_RD.index_select(0, layout.pair_P // slots)
     gate_up_P2F = torch._grouped_mm(x_PD, gate_up_X2FD.transpose(1, 2), offs=ends_X)
-    down_PD = torch._grouped_mm(swiglu(gate_up_P2F), down_XDF.transpose(1, 2), offs=ends_X)
+    down_PD = torch._grouped_mm(swiglu(gate_up_P2F, limit=limit), down_XDF.transpose(1, 2), offs=ends_X)
     return down_PD.index_select(0, layout.place_RK.view(-1)).view(rows, slots, -1)
 
 
 def experts_backward(
-    grad_RKD: Tensor, x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor
+    grad_RKD: Tensor, x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recomputes the intermediate rows. Every sum has one owner and one order: rows of an expert by pair, slots of a row by slot."""
     rows, slots = experts_RK.shape
@@ -448,8 +451,9 @@ def experts_backward(
     _product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
     grad_hidden_PF = x_RD.new_empty(positions, intermediate)
     _product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
-    grad_down_XDF = _weight_grad(grad_RKD, swiglu(gate_up_P2F, layout.pair_P), torch.empty_like(down_XDF), layout, PAIR, POSITION)
-    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, layout.pair_P)
+    activated_PF = swiglu(gate_up_P2F, layout.pair_P, limit)
+    grad_down_XDF = _weight_grad(grad_RKD, activated_PF, torch.empty_like(down_XDF), layout, PAIR, POSITION)
+    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, layout.pair_P, limit)
     grad_gate_up_X2FD = _weight_grad(grad_gate_up_P2F, x_RD, torch.empty_like(gate_up_X2FD), layout, POSITION, ROW)
     slots_PD = x_RD.new_empty(positions, hidden)
     _product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)

@@ -1,6 +1,6 @@
-"""swiglu: silu(gate) * up with one rounding.
+"""swiglu: silu(gate) * up with one rounding; with a limit both are cut to it first.
 
-Source: Shazeer 2020 (arXiv 2002.05202), section 2.
+Sources: Shazeer 2020 (arXiv 2002.05202), section 2; the limit as DeepSeek-V4's published code has it, the gate from above alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CONTRACT = Contract(
     shapes="gate_up [..., 2F], the gate first -> [..., F]",
     reads={"gate_up": PROGRAM},
     rounds="once, from FP32, at the store",
-    adds="(g / (1 + exp(-g))) * u in FP32",
+    adds="(g / (1 + exp(-g))) * u in FP32; with a limit g is min(gate, limit) and u is up cut to +-limit, both exactly",
     laws=("row", "column", "place", "repeat"),
-    backward="closed form in FP32, one rounding",
+    backward="closed form in FP32, one rounding; zero where a limit cut",
     launch="blocks of columns by the width",
     providers=(
         Provider("reference", "reference", "cpu", f"{__name__}.reference:swiglu", f"{__name__}.reference:swiglu_backward", defining=True),
@@ -31,20 +31,31 @@ CONTRACT = Contract(
 
 class _SwiGLU(OpFunction):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, limit: float | None, provider: Provider) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.limit = limit
         ctx.provider = provider
-        return provider.function("forward")(gate_up)
+        return provider.function("forward")(gate_up, limit=limit)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.provider.function("backward")(grad, *ctx.saved_tensors), None
+        return ctx.provider.function("backward")(grad, *ctx.saved_tensors, limit=ctx.limit), None, None
 
 
 @observed(CONTRACT)
-def swiglu(gate_up: Tensor, *, program: Program) -> Tensor:
-    """silu(gate) * up; ValueError if the width is odd."""
+def swiglu(gate_up: Tensor, *, program: Program, limit: float | None = None) -> Tensor:
+    """silu(gate) * up, with a `limit` of min(gate, limit) and of up cut to +-limit.
+
+    ValueError if the width is odd, or for a limit that is not positive.
+    """
+    check_limit("swiglu", limit)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu: gate and up need an even width together, got {gate_up.shape[-1]}")
-    return _SwiGLU.run(gate_up, CONTRACT.provider(program))
+    return _SwiGLU.run(gate_up, limit, CONTRACT.provider(program))
+
+
+def check_limit(op: str, limit: float | None) -> None:
+    """ValueError unless it is none, or a positive number."""
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{op}: gate and up are cut to a positive limit, not to {limit}")
