@@ -89,3 +89,30 @@ def test_its_checkpoint_is_made_loaded_and_saved(installed: Path, tmp_path: Path
     assert saved.stdout.strip() in looked.stdout, looked.stdout + looked.stderr
     files = {path.name: path.read_bytes() for path in tiny.glob("*.safetensors")}
     assert files and files == {path.name: path.read_bytes() for path in again.glob("*.safetensors")}
+
+
+RANKS = """
+import sys
+import torch, zoo
+from zoo.common.layout import Layout
+from zoo.common.ranks import load_rank
+whole = zoo.load(sys.argv[1], device="cpu")
+degree = int(sys.argv[2])
+ranks = [load_rank(whole.family, sys.argv[1], Layout(tp=degree), {"tp": rank}) for rank in range(degree)]
+for name, parameter in whole.named_parameters():
+    shares = [rank[name] for rank in ranks]
+    joined = shares[0] if shares[0].shape == parameter.shape else torch.cat(shares)
+    assert joined.shape == parameter.shape and torch.equal(joined.view(torch.uint8), parameter.detach().view(torch.uint8)), name
+print(sorted({name.rpartition(".")[2] for name in ranks[0] if ranks[0][name].shape != whole.get_parameter(name).shape}))
+"""
+
+
+def test_ranks_read_its_codes_with_their_scales(installed: Path, tmp_path: Path) -> None:
+    """Two ranks have two blocks of rows each, four have one; of eight each would have half of one."""
+    tiny = tmp_path / "tiny"
+    assert zoo(installed, "make-tiny", "toy", str(tiny), module="weights_tools").returncode == 0
+    for degree in ("2", "4"):
+        done = python(installed, "-c", RANKS, str(tiny), degree)
+        assert done.stdout.strip() == "['weight', 'weight_scale_inv']", done.stderr
+    refused = python(installed, "-c", RANKS, str(tiny), "8")
+    assert "layers.0.out_proj.weight: 0 to 8 of 64 is no whole number of blocks of 16" in refused.stderr

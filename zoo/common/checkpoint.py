@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ class Match:
 
     places: dict[str, tuple[Entry, Piece]]
     carried: tuple[str, ...]
+
+    def local(self, table: WeightTable) -> Match:
+        """The places of one rank, whose table this is. What is published of other ranks' experts has none."""
+        places = {name: table.known[name] for name in self.places if name in table.known}
+        return Match({name: (entry, piece) for name, (entry, _, piece) in places.items()}, self.carried)
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,11 @@ def check_shard_bytes(shard_bytes: int) -> None:
 def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, convert: bool) -> None:
     """Stored dtypes against the parameters'. An FP32 entry may be stored narrower (widening is exact); `convert` allows one
     rounding."""
-    parameters = _parameters(module)
+    check_parameter_dtypes(checkpoint, match, _parameters(module), convert)
+
+
+def check_parameter_dtypes(checkpoint: Checkpoint, match: Match, parameters: Mapping[str, Tensor], convert: bool) -> None:
+    """The same for parameters by our name."""
     stored = checkpoint.tensors
     floats = {torch.float32, torch.float16, torch.bfloat16}  # from float64 torch would round twice
     wrong = []
@@ -186,10 +195,14 @@ def check_dtypes(checkpoint: Checkpoint, match: Match, module: nn.Module, conver
         raise ValueError(f"{checkpoint.folder}: {len(wrong)} tensors of a wrong dtype: {some(wrong)}{hint}")
 
 
-@torch.no_grad()
 def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
     """Streams every tensor into the module's allocated parameters. ValueError naming a NaN, an infinity or a differing alias."""
-    parameters = _parameters(module)
+    fill_parameters(_parameters(module), checkpoint, match)
+
+
+@torch.no_grad()
+def fill_parameters(parameters: Mapping[str, Tensor], checkpoint: Checkpoint, match: Match) -> None:
+    """The same for parameters by our name: the whole ones, or with a rank's match those of a rank."""
     aliases = []
     for stored in (tensor for shard in checkpoint.shards for tensor in shard.tensors):
         if stored.name not in match.places:
@@ -199,10 +212,17 @@ def fill(module: nn.Module, checkpoint: Checkpoint, match: Match) -> None:
             aliases.append((stored, entry, piece))
             continue
         view = piece.of(parameters[entry.ours])
-        view.copy_(stored.read())
+        view.copy_(_read(stored, piece))
         check_finite(stored.name, view)
     for stored, entry, piece in aliases:
-        check_alias(stored.name, stored.read(), entry.publish(piece.of(parameters[entry.ours])), entry.ours)
+        check_alias(stored.name, _read(stored, piece), entry.publish(piece.of(parameters[entry.ours])), entry.ours)
+
+
+def _read(stored: StoredTensor, piece: Piece) -> Tensor:
+    """What of a stored tensor fills the place. Of one that ranks share no other rank's part is read."""
+    if piece.cut is None or not piece.taken:
+        return stored.read()
+    return stored.read_runs(piece.cut.dim, piece.taken)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

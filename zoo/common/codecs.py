@@ -34,6 +34,9 @@ class Codec(Protocol):
     def decode(self, *stored: Tensor) -> Tensor:
         """The values of what is stored."""
 
+    def block(self, dims: int, dim: int) -> int:
+        """How many elements of values of `dims` dimensions share, along dimension `dim`, one element of what is beside them."""
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -48,6 +51,9 @@ class Rounded:
     def decode(self, *stored: Tensor) -> Tensor:
         (values,) = stored
         return values.to(self.held)
+
+    def block(self, dims: int, dim: int) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,9 @@ class BlockScaled:
     def decode(self, *stored: Tensor) -> Tensor:
         codes, scales = stored
         return codes.float() * self._spread(scales, codes)
+
+    def block(self, dims: int, dim: int) -> int:
+        return {dims - 2: self.rows, dims - 1: self.columns}.get(dim, 1)
 
     def _spread(self, scales: Tensor, like: Tensor) -> Tensor:
         """Each element's scale."""

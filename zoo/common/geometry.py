@@ -109,8 +109,9 @@ class Geometry(metaclass=_UseCache):
 
     @property
     def model_type(self) -> str:
-        """Which of its family's architectures this is."""
-        raise NotImplementedError
+        """Which of its family's architectures this is; a family of several tells it by a field."""
+        assert len(set(self.kinds.values())) == 1, f"{self.family} has several architectures and doesn't tell them apart"
+        return next(iter(self.kinds.values()))
 
     @property
     def written_type(self) -> str:

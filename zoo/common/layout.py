@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 
@@ -29,6 +30,15 @@ class Layout:
             ranks = getattr(self, axis.name)
             if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
                 raise ValueError(f"layout: {axis.name} must be an integer of at least 1, it is {ranks!r:.40}")
+
+    def check_ranks(self, ranks: Mapping[str, int]) -> None:
+        """ValueError unless `ranks` names axes of the layout, and of each one of its ranks."""
+        known = {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        for axis, rank in ranks.items():
+            if axis not in known:
+                raise ValueError(f"layout: there is no axis {axis!r:.40}, there are {', '.join(known)}")
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < known[axis]:
+                raise ValueError(f"layout: there is no rank {rank!r:.40} of {axis} {known[axis]}")
 
     def share(self, what: str, size: int, axis: str) -> int:
         """What one rank holds of `size` that are divided along an axis. ValueError, with both numbers, where they do not divide."""

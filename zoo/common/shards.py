@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,27 @@ class StoredTensor:
         if got != self.nbytes:
             raise ValueError(f"{self.path}: {self.name} has {self.nbytes} bytes, only {got} could be read; the file changed")
         return out.view(DTYPES[self.dtype]).view(self.shape)
+
+    def read_runs(self, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """The runs [begin, end) along a dimension, one behind the other, on the CPU; nothing else of the tensor is read."""
+        outer = math.prod(self.shape[:dim])
+        inner = math.prod(self.shape[dim + 1 :]) * DTYPES[self.dtype].itemsize
+        held = sum(end - begin for begin, end in runs)
+        out = torch.empty(outer * held * inner, dtype=torch.uint8)
+        room = out.numpy().data
+        filled = 0
+        with self.path.open("rb") as file:
+            for place in range(outer):
+                for begin, end in runs:
+                    wanted = (end - begin) * inner
+                    file.seek(self.offset + (place * self.shape[dim] + begin) * inner)
+                    got = file.readinto(room[filled : filled + wanted])
+                    if got != wanted:
+                        raise ValueError(
+                            f"{self.path}: {wanted} bytes of {self.name} are wanted, only {got} could be read; the file changed"
+                        )
+                    filled += wanted
+        return out.view(DTYPES[self.dtype]).view(*self.shape[:dim], held, *self.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)

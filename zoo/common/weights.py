@@ -91,6 +91,27 @@ class Piece:
         shape = (*self.shape[: self.cut.dim], held, *self.shape[self.cut.dim + 1 :])
         return replace(self, shape=shape, start=start, taken=runs)
 
+    def beside(self, whole: Piece, mine: Piece, codec: Codec) -> Piece:
+        """What a rank takes of this where it is stored beside a piece, `whole`, of which the rank takes `mine`: its blocks' scales.
+
+        ValueError, with both numbers, where the rank would get a part of a block.
+        """
+        dims = len(whole.shape)
+        rows = codec.block(dims, 0)
+        if mine.start % rows:
+            raise ValueError(f"{whole.published} would fill row {mine.start} and on, which is inside a block of {rows}")
+        placed = replace(self, expert=mine.expert, start=mine.start // rows)
+        if mine.cut is None:
+            return placed
+        dim = mine.cut.dim
+        size = codec.block(dims, dim)
+        for begin, end in mine.taken:
+            if begin % size or (end % size and end != whole.shape[dim]):
+                raise ValueError(f"{whole.published}: {begin} to {end} of {whole.shape[dim]} is no whole number of blocks of {size}")
+        runs = tuple((begin // size, -(-end // size)) for begin, end in mine.taken)
+        held = sum(end - begin for begin, end in runs)
+        return replace(placed, shape=(*self.shape[:dim], held, *self.shape[dim + 1 :]), cut=mine.cut, taken=runs)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -112,6 +133,14 @@ class Entry:
     trainable: bool = True
     codec: Codec | None = None
     beside: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's: all that its pieces fill together."""
+        pieces = self.layouts[0]
+        rows = max(piece.rows.stop for piece in pieces)
+        experts = [1 + piece.expert for piece in pieces if piece.expert is not None]
+        return (*([max(experts)] if experts else []), rows, *pieces[0].shape[1:])
 
     def held(self, usual: torch.dtype) -> torch.dtype:
         """The parameter's dtype in a program whose own is `usual`."""
@@ -164,11 +193,22 @@ def stacked_rows(ours: str, columns: int, parts: Iterable[tuple[str, int, Cut | 
     return Entry(ours, (tuple(pieces),))
 
 
-def block_scaled(ours: str, published: str, shape: tuple[int, ...], codec: BlockScaled, scales: str = "_scale_inv") -> list[Entry]:
-    """A weight of FP8 codes, and its scales under both names with `scales` behind them. Neither is trained."""
+def block_scaled(
+    ours: str,
+    published: str,
+    shape: tuple[int, ...],
+    codec: BlockScaled,
+    scales: str = "_scale_inv",
+    *,
+    cut: Cut | None = None,
+) -> list[Entry]:
+    """A weight of FP8 codes, and its scales under both names with `scales` behind them. Neither is trained.
+
+    `cut` is that of the codes, in whole blocks; the scales of a rank's blocks go with them.
+    """
     beside = f"{ours}{scales}"
     return [
-        Entry(ours, ((Piece(published, shape),),), trainable=False, codec=codec, beside=(beside,)),
+        Entry(ours, ((Piece(published, shape, cut=cut),),), trainable=False, codec=codec, beside=(beside,)),
         Entry(beside, ((Piece(f"{published}{scales}", codec.scales(shape)),),), dtype=torch.float32, trainable=False),
     ]
 
@@ -231,8 +271,16 @@ class WeightTable:
 
         `ranks`: which of each axis's ranks it is, the first by default. ValueError, with both numbers, for what does not divide.
         """
-        entries = tuple(replace(entry, layouts=tuple(_local(pieces, layout, ranks) for pieces in entry.layouts)) for entry in self.entries)
-        return replace(self, entries=entries)
+        layout.check_ranks(ranks)
+
+        def shared(entry: Entry) -> Entry:
+            codes = self.owners.get(entry.ours)
+            if codes is None:
+                return replace(entry, layouts=tuple(_local(pieces, layout, ranks) for pieces in entry.layouts))
+            pairs = zip(entry.layouts, codes.layouts, strict=True)
+            return replace(entry, layouts=tuple(_local_beside(pieces, codes, of, layout, ranks) for pieces, of in pairs))
+
+        return replace(self, entries=tuple(map(shared, self.entries)))
 
     def pieces(self) -> Iterator[tuple[Entry, Piece]]:
         """The default layout of every parameter, aliases left out."""
@@ -246,6 +294,24 @@ class WeightTable:
 
 def _local(pieces: tuple[Piece, ...], layout: Layout, ranks: Mapping[str, int]) -> tuple[Piece, ...]:
     """A rank's pieces of one parameter: its experts, numbered from 0, and behind each other its rows of each piece."""
+    return tuple(mine for _, mine in _shares(pieces, layout, ranks))
+
+
+def _local_beside(
+    pieces: tuple[Piece, ...],
+    owner: Entry,
+    codes: tuple[Piece, ...],
+    layout: Layout,
+    ranks: Mapping[str, int],
+) -> tuple[Piece, ...]:
+    """A rank's pieces of what `owner` stores beside its codes: piece by piece, those of the blocks that it has."""
+    assert owner.codec is not None, "only a codec stores something beside"
+    beside = {whole.published: piece for whole, piece in zip(codes, pieces, strict=True)}
+    return tuple(beside[whole.published].beside(whole, mine, owner.codec) for whole, mine in _shares(codes, layout, ranks))
+
+
+def _shares(pieces: tuple[Piece, ...], layout: Layout, ranks: Mapping[str, int]) -> list[tuple[Piece, Piece]]:
+    """(piece, what a rank has of it) for those pieces of which it has something."""
     experts = [piece.expert for piece in pieces if piece.expert is not None]
     [(first, last)] = Cut().runs(1 + max(experts), ranks.get("ep", 0), layout.ep) if experts else [(0, 0)]
     found = []
@@ -255,8 +321,8 @@ def _local(pieces: tuple[Piece, ...], layout: Layout, ranks: Mapping[str, int]) 
             expert = None if piece.expert is None else piece.expert - first
             mine = replace(piece.local(layout, ranks, ends.get(expert, 0)), expert=expert)
             ends[expert] = mine.rows.stop
-            found.append(mine)
-    return tuple(found)
+            found.append((piece, mine))
+    return found
 
 
 class Places:

@@ -15,7 +15,7 @@ class ToyConfig(Geometry):
     kinds: ClassVar = {"toy": "toy"}
     architectures: ClassVar = {"toy": "ToyForCausalLM"}
 
-    vocabulary: Annotated[int, Published("vocab_size", FieldReader.integer)]
+    vocabulary: Annotated[int, Published("vocab_size", FieldReader.integer, divided="tp")]
     hidden: Annotated[int, Published("hidden_size", FieldReader.integer)]
     layers: Annotated[int, Published("num_hidden_layers", FieldReader.layers)]
     channels: Annotated[int, Published("channels", FieldReader.integer)]
@@ -25,10 +25,6 @@ class ToyConfig(Geometry):
     tied: Annotated[bool, Published("tie_word_embeddings", FieldReader.boolean)]
     eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def model_type(self) -> str:
-        return "toy"
 
     def first_layers(self, layers: int) -> ToyConfig:
         return replace(self, layers=layers, published={})
