@@ -73,8 +73,8 @@ def _rival(config: Any, family: Family) -> Program:
         wanted = program.byte_class("gated_delta")
         provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == wanted)
         try:
-            provider.function("serve")
-        except (ImportError, AttributeError) as error:
+            provider.load()
+        except ImportError as error:
             print(f"rival: gated_delta stays aligned ({first_line(error)})", flush=True)
             return mixed(["gated_delta"], family.contributors)
     return program

@@ -46,7 +46,7 @@ def linear(place: Place, rows: int) -> Iterator[Work]:
                 if provider.device != place.device.type or not provider.installed() or not provider.serves(n, k, parts):
                     continue
                 group = ours if provider.byte_class == place.ours.byte_class("linear") else others
-                group[provider.name] = _by(provider.function("forward"), x, weights, kind, parts)
+                group[provider.name] = _by(provider.functions.forward, x, weights, kind, parts)
             yield Work(
                 "linear",
                 f"{model} {name} {n}x{k}" + (" fp32" if wide else ""),

@@ -255,7 +255,7 @@ def test_swiglu_of_some_rows(rows: int, inner: int) -> None:
     live = pairs >= 0
     got, whole = swiglu_kernels.swiglu(x, pairs), swiglu_kernels.swiglu(x)
     assert same(got[live], whole[live])
-    back = swiglu_kernels.swiglu_backward(grad, x, pairs)
+    back = swiglu_kernels.swiglu_backward(grad, x, pair_P=pairs)
     assert same(back[live], swiglu_kernels.swiglu_backward(grad, x)[live])
     assert bool(got[~live].isnan().all()) and bool(back[~live].isnan().all())
     assert not same(swiglu_kernels.swiglu(x + 1, pairs)[live], whole[live])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,8 +43,8 @@ class FourWarps(Program):
 def four_warps(server: ForServing) -> Iterator[None]:
     """The server's norms by the planted provider, inside the block."""
     contract = ops.CONTRACTS["rms_norm"]
-    backward = "zoo.common.ops.rms_norm.reference:rms_norm_backward"
-    planted = Provider("four_warps", "four_warps", "cpu", "tests.models.planted:four_warp_norm", backward, defining=True)
+    usual = contract.providers[0].functions
+    planted = Provider("four_warps", "four_warps", "cpu", lambda: usual._replace(forward=four_warp_norm), defining=True)
     replace(contract, providers=(*contract.providers, planted))
     choices_changed()
     try:
@@ -71,7 +72,10 @@ def recurrent(server: ForServing, op: str, module: str) -> Iterator[None]:
     """The server's `op` by the functions of a module, inside the block."""
     contract = ops.CONTRACTS[op]
     first = contract.providers[0]
-    planted = replace(first, name="planted", byte_class="planted", forward=f"{module}:{op}")
+    theirs = importlib.import_module(module)
+    others = [name for name in first.functions._fields if name not in ("forward", "backward")]
+    functions = first.functions._replace(forward=getattr(theirs, op), **{name: getattr(theirs, name) for name in others})
+    planted = replace(first, name="planted", byte_class="planted", load=lambda: functions)
     replace(contract, providers=(*contract.providers, planted))
     choices_changed()
     mixers = [m for m in server.modules() if isinstance(m, GatedDeltaNet)]

@@ -40,7 +40,8 @@ def select(q_RHE: Tensor, weights_RH: Tensor, keys: Tensor, page_table_NB: Tenso
 def planted(server: ForServing, op: str) -> Iterator[None]:
     """The server's `op` by the function above, inside the block."""
     contract = ops.CONTRACTS[op]
-    fault = replace(contract.providers[0], name="planted", byte_class="planted", forward=f"{__name__}:{op}")
+    functions = contract.providers[0].functions._replace(forward=globals()[op])
+    fault = replace(contract.providers[0], name="planted", byte_class="planted", load=lambda: functions)
     replace(contract, providers=(*contract.providers, fault))
     choices_changed()
     callers = [m for m in server.modules() if isinstance(m, Indexer if op == "select" else LatentAttention)]

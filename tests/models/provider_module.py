@@ -14,8 +14,6 @@ from zoo.common.ops import CONTRACTS
 from zoo.common.ops.contract import Provider
 from zoo.common.ops.linear.reference import linear as reference_linear
 
-HERE = "tests.models.provider_module"
-
 
 def equal(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: int) -> Tensor:
     """Another way to the same bytes; slow where N is 40, deadly where N is 56."""
@@ -35,8 +33,11 @@ def unequal(x_RK: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, k_parts: in
 def register() -> None:
     contract = CONTRACTS["linear"]
     if not any(p.name == "equal" for p in contract.providers):
-        backward = "zoo.common.ops.linear.reference:linear_backward"
-        planted = [Provider(name, "reference", "cpu", f"{HERE}:{name}", backward) for name in ("equal", "unequal")]
+        usual = next(p for p in contract.providers if p.name == "reference").functions
+        planted = [
+            Provider("equal", "reference", "cpu", lambda: usual._replace(forward=equal)),
+            Provider("unequal", "reference", "cpu", lambda: usual._replace(forward=unequal)),
+        ]
         replace(contract, providers=(*planted, *contract.providers))
 
 

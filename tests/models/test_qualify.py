@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def other_class(x_RK: Tensor, weight_NK: Tensor, *, program: Program, out_dtype:
 def candidates(*functions: str) -> Iterator[list[Provider]]:
     """linear with test-only providers in the reference's class, before the defining one."""
     contract = ops.CONTRACTS["linear"]
-    backward = "zoo.common.ops.linear.reference:linear_backward"
-    planted = [Provider(name, "reference", "cpu", f"{HERE}:{name}", backward) for name in functions]
+    usual = contract.providers[0].functions
+    planted = [Provider(name, "reference", "cpu", partial(usual._replace, forward=globals()[name])) for name in functions]
     replace(contract, providers=(*planted, *contract.providers))
     choices_changed()
     try:

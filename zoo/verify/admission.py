@@ -140,7 +140,7 @@ def compare(task: Task, program: Program) -> Outcome:
         with torch.no_grad():
             for kind, calls in _TRIALS[task.op](task.shape, task.part, task.rows, program):
                 for arguments in calls:
-                    expected = defining.function("forward")(*arguments)
+                    expected = defining.functions.forward(*arguments)
                     for _ in range(2):
                         if reason := _differs(candidate, arguments, expected, defining.name, kind):
                             return Outcome(checks, reason, "", begin, time.monotonic())
@@ -152,7 +152,7 @@ def compare(task: Task, program: Program) -> Outcome:
 
 def _differs(candidate: Provider, arguments: Any, expected: Tensor, name: str, kind: str) -> str:
     try:
-        found = as_integers(candidate.function("forward")(*arguments))
+        found = as_integers(candidate.functions.forward(*arguments))
         if torch.equal(found, as_integers(expected)):
             return ""
     except torch.OutOfMemoryError:

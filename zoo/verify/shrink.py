@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zoo.common.files import check_fresh, fresh_folder
 from zoo.common.history import History
-from zoo.common.ops import Provider
 from zoo.common.program import Program
 from zoo.verify.calls import Call
 from zoo.verify.trace import Divergence
@@ -27,6 +26,7 @@ Run it: `python {script}`. It exits with status 1 and the differing elements as 
 """
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -91,13 +91,9 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
 
 
 def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor], records: set[type]) -> str:
-    provider = call.provider
     # a planted or outside class goes by the program's own name for it, so that a plain Program finds it
     plain = Program(**{f.name: getattr(call.program, f.name) for f in fields(Program)})
-    mine = Provider(
-        provider.name, plain.byte_class(call.contract.name), provider.device, provider.forward, provider.backward, provider.needs
-    )
-    lines = [f"    only({_provider(mine)})"]
+    lines = [f"    only({_provider(call, plain.byte_class(call.contract.name))})"]
     arguments = []
     for name, value in call.arguments.items():
         arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored, records)}")
@@ -106,8 +102,16 @@ def _function(python_name: str, run: str, call: Call, side: str, stored: dict[st
     return "\n".join(["", f"def {python_name}():", f'    """{run}"""', *lines, ""])
 
 
-def _provider(p: Provider) -> str:
-    return f"Provider({p.name!r}, {p.byte_class!r}, {p.device!r}, {p.forward!r}, {p.backward!r}, needs={p.needs!r}, defining=True)"
+def _provider(call: Call, byte_class: str) -> str:
+    """The call's provider as a Python expression, its functions imported by their modules and names."""
+    p = call.provider
+    brought = ", ".join(f"{name}={_imported(function)}" for name, function in p.functions._asdict().items())
+    functions = f"{_imported(type(p.functions))}({brought})"
+    return f"Provider({p.name!r}, {byte_class!r}, {p.device!r}, lambda: {functions}, needs={p.needs!r}, defining=True)"
+
+
+def _imported(named: Any) -> str:
+    return f"import_module({named.__module__!r}).{named.__qualname__}"
 
 
 def _code(value: Any, name: str, stored: dict[str, Tensor], records: set[type]) -> str:

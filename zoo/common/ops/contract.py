@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,27 +40,31 @@ def always(*_: int) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Provider:
-    """One implementation. `forward` and `backward` are "module:function" paths, imported when first used.
+Functions = TypeVar("Functions", covariant=True)  # an op's own record of what a provider brings: forward, backward, ...
 
+
+@dataclass(frozen=True)
+class Provider(Generic[Functions]):
+    """One implementation of an op.
+
+    load      imports its module when it is first used, and gives the functions that the op's `Functions` names
     version   raised with its kernels: verdicts of older ones admit it no more
     """
 
     name: str
     byte_class: str
     device: str
-    forward: str
-    backward: str
+    load: Callable[[], Functions]
     needs: tuple[str, ...] = ()
     serves: Callable[..., bool] = always
     defining: bool = False
     version: int = 1
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """`forward`, `backward`, or another function of the forward's module by its own name."""
-        named = {"forward": self.forward, "backward": self.backward}
-        return _resolve(named.get(name) or f"{self.forward.split(':')[0]}:{name}")
+    @property
+    def functions(self) -> Functions:
+        """What it brings, imported once."""
+        found: Functions = _loaded(self.load)
+        return found
 
     def lacks(self) -> list[str]:
         """What it needs and can't be imported, each with the reason."""
@@ -97,7 +101,7 @@ def nothing_cached(arguments: Arguments) -> dict[str, Cached]:
 
 
 @dataclass(frozen=True)
-class Contract:
+class Contract(Generic[Functions]):
     """The promise of an op, in words that `zoo map` prints, and its providers.
 
     reads   the dtype of every tensor argument, one of READS by the argument's name (`history.k`: an attribute of an argument).
@@ -118,7 +122,7 @@ class Contract:
     laws: tuple[str, ...]
     backward: str
     launch: str
-    providers: tuple[Provider, ...]
+    providers: tuple[Provider[Functions], ...]
     shape: Callable[[Arguments], tuple[int, ...]] = no_shape
     history: str = ""
     cached: Callable[[Arguments], dict[str, Cached]] = nothing_cached
@@ -130,12 +134,13 @@ class Contract:
         assert set(self.reads.values()) <= set(READS), f"{self.name} reads unknown dtypes: {self.reads}"
         CONTRACTS[self.name] = self
 
-    def provider(self, program: Program, shape: tuple[int, ...] = (), role: str = "") -> Provider:
+    def provider(self, program: Program, shape: tuple[int, ...] = (), role: str = "") -> Provider[Functions]:
         """The fastest admitted member of the program's byte class that serves `shape`; ValueError if none does.
 
         `role`: what the program names the class by where that is not the op's own name.
         """
-        return _choose(self.name, role or self.name, program, shape, verdicts.generation())
+        found: Provider[Functions] = _choose(self.name, role or self.name, program, shape, verdicts.generation())
+        return found
 
 
 class OpFunction(torch.autograd.Function):
@@ -203,10 +208,10 @@ def closed_form(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-CONTRACTS: dict[str, Contract] = {}
-Before = Callable[[Contract, dict[str, Any]], None]
+CONTRACTS: dict[str, Contract[Any]] = {}
+Before = Callable[[Contract[Any], dict[str, Any]], None]
 
-_observers: list[Callable[[Contract, dict[str, Any], Any], None]] = []
+_observers: list[Callable[[Contract[Any], dict[str, Any], Any], None]] = []
 _before: list[Before] = []
 
 
@@ -219,7 +224,7 @@ class _Read(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-def _reads(contract: Contract, parameters: Mapping[str, inspect.Parameter], dtype: torch.dtype) -> tuple[_Read, ...]:
+def _reads(contract: Contract[Any], parameters: Mapping[str, inspect.Parameter], dtype: torch.dtype) -> tuple[_Read, ...]:
     """What a function of the contract with these parameters reads, in a program of this dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     allowed = {
@@ -235,7 +240,7 @@ def _reads(contract: Contract, parameters: Mapping[str, inspect.Parameter], dtyp
     return tuple(_Read(name, places[name], attribute, allowed[kind]) for name, _, attribute, kind in split if name in places)
 
 
-def checked(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def checked(contract: Contract[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Lets a function of an op be called with what its contract reads alone: ValueError for a tensor of another dtype."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +271,7 @@ def checked(contract: Contract) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorate
 
 
-def observed(contract: Contract, step: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def observed(contract: Contract[Any], step: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Lets `watch` see every call of an op: its contract, arguments and result. What the contract doesn't read is refused before.
 
     step: the name of what this function gives where that is no result that every way to the contract's result has: logits, which
@@ -292,7 +297,7 @@ def observed(contract: Contract, step: str = "") -> Callable[[Callable[..., Any]
 
 
 @contextmanager
-def watch(observer: Callable[[Contract, dict[str, Any], Any], None], before: Before | None = None) -> Iterator[None]:
+def watch(observer: Callable[[Contract[Any], dict[str, Any], Any], None], before: Before | None = None) -> Iterator[None]:
     """Calls `observer(contract, arguments, result)` after every op call inside the block. It sees; it changes nothing.
 
     arguments: "args" (the positional ones), the named ones, and "function", the public op itself. `before(contract, arguments)`
@@ -310,9 +315,8 @@ def watch(observer: Callable[[Contract, dict[str, Any], Any], None], before: Bef
 
 
 @functools.cache
-def _resolve(path: str) -> Callable[..., Any]:
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
+def _loaded(load: Callable[[], Any]) -> Any:
+    return load()
 
 
 @functools.cache
@@ -347,7 +351,7 @@ def choices_changed() -> None:
     _choose.cache_clear()
 
 
-def _admitted(contract: Contract, provider: Provider, shape: tuple[int, ...]) -> bool:
+def _admitted(contract: Contract[Any], provider: Provider[Any], shape: tuple[int, ...]) -> bool:
     """Whether the provider's bytes were found equal to the defining one's at this shape, here, in the versions of today."""
     found = verdicts.verdict(contract.name, provider.name, shape)
     versions = (contract.version, provider.version)
@@ -355,7 +359,7 @@ def _admitted(contract: Contract, provider: Provider, shape: tuple[int, ...]) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(op: str, role: str, program: Program, shape: tuple[int, ...], generation: int) -> Provider:
+def _choose(op: str, role: str, program: Program, shape: tuple[int, ...], generation: int) -> Provider[Any]:
     contract = CONTRACTS[op]
     wanted = program.byte_class(role)
     members = [p for p in contract.providers if p.byte_class == wanted and p.device == program.device]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ def _cached(arguments: Any) -> dict[str, Cached]:
     return {"squeezed": Cached(arguments["history"].rows, TOKENS)}
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward  x_RC, history, rows, program
+    """
+
+    forward: Callable[..., Tensor]
+
+
+def _reference() -> Functions:
+    return Functions(recall)
+
+
 CONTRACT = Contract(
     name="toy_recall",
     version=1,
@@ -29,7 +43,7 @@ CONTRACT = Contract(
     laws=("row", "split", "place", "repeat"),
     backward="torch's own",
     launch="element by element",
-    providers=(Provider("reference", "reference", "cpu", "toy.recall:recall", "toy.recall:recall", defining=True),),
+    providers=(Provider("reference", "reference", "cpu", _reference, defining=True),),
     history="history",
     cached=_cached,
 )

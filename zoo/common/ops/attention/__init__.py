@@ -7,7 +7,8 @@ Sources: scaled dot-product attention, Vaswani et al. 2017 (arXiv 1706.03762), s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +31,35 @@ def _cached(arguments: Arguments) -> dict[str, Cached]:
     return {"k": Cached(arguments["history"].k), "v": Cached(arguments["history"].v)}
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   q_RHE, k, v, page_table_NB, rows, scale, segment
+    backward  grad, q_RHE, k_RGE, v_RGE, out_RHE, lse_RH, rows, scale
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rows, float, int | None], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rows, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.attention import reference
+
+    return Functions(reference.attention, reference.attention_backward)
+
+
+def _fa4() -> Functions:
+    from zoo.common.ops.attention import kernels
+
+    return Functions(kernels.attention_fa4, kernels.attention_backward)
+
+
+def _split_kv() -> Functions:
+    from zoo.common.ops.attention import kernels
+
+    return Functions(kernels.attention_split_kv, kernels.attention_backward)
+
+
 CONTRACT = Contract(
     name="attention",
     version=2,
@@ -46,34 +76,9 @@ CONTRACT = Contract(
     "and CUDA), on CUDA a packed neighbour's too, and dead lanes of a page (pages are zeroed); on CUDA a score times scale times "
     "log2(e) must stay below 2^30 in size: beyond it FlashAttention 4's exponent of the largest score is wrong by a rounding's error",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:attention",
-            f"{__name__}.reference:attention_backward",
-            defining=True,
-        ),
-        Provider(
-            "fa4",
-            "fa4",
-            "cuda",
-            f"{__name__}.kernels:attention_fa4",
-            f"{__name__}.kernels:attention_backward",
-            needs=("flash_attn.cute",),
-            serves=_fa4_serves,
-            defining=True,
-        ),
-        Provider(
-            "split_kv",
-            "split_kv",
-            "cuda",
-            f"{__name__}.kernels:attention_split_kv",
-            f"{__name__}.kernels:attention_backward",
-            needs=("flash_attn.cute",),
-            serves=_fa4_serves,
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("fa4", "fa4", "cuda", _fa4, needs=("flash_attn.cute",), serves=_fa4_serves, defining=True),
+        Provider("split_kv", "split_kv", "cuda", _split_kv, needs=("flash_attn.cute",), serves=_fa4_serves, defining=True),
     ),
     shape=_shape,
     history="history",
@@ -86,19 +91,21 @@ class _Attention(OpFunction):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, rows: Rows, scale: float, segment: int | None, provider: Provider
     ) -> Tensor:
-        out, lse = provider.function("forward")(q, k, v, table, rows, scale, segment)
+        out, lse = provider.functions.forward(q, k, v, table, rows, scale, segment)
         if table is None:
             ctx.save_for_backward(q, k, v, out, lse)
         ctx.rows = rows
         ctx.scale = scale
         ctx.segment = segment
-        ctx.provider = provider
+        ctx.functions = provider.functions
         return out
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grads = ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows, ctx.scale)
+        functions: Functions = ctx.functions
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = functions.backward(grad, q, k, v, out, lse, ctx.rows, ctx.scale)
         return *grads, None, None, None, None, None
 
 

@@ -5,12 +5,37 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; groups of experts as tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   logits_RX, bias_X, choice
+    backward  grad_RK, logits_RX, experts_RK, choice
+    """
+
+    forward: Callable[[Tensor, Tensor, Choice], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Choice], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.biased_route import backward, reference
+
+    return Functions(reference.biased_route, backward.biased_route_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.biased_route import backward, kernels
+
+    return Functions(kernels.biased_route, backward.biased_route_backward)
+
 
 CONTRACT = Contract(
     name="biased_route",
@@ -26,22 +51,8 @@ CONTRACT = Contract(
     backward="closed form in FP32; the choice has no gradient, so the bias has none",
     launch="the same everywhere",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:biased_route",
-            f"{__name__}.backward:biased_route_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "fp32",
-            "cuda",
-            f"{__name__}.kernels:biased_route",
-            f"{__name__}.backward:biased_route_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "fp32", "cuda", _triton, defining=True),
     ),
 )
 
@@ -58,11 +69,11 @@ class Choice(NamedTuple):
 
 class _BiasedRoute(OpFunction):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor, choice: Choice, provider: Provider) -> Any:
-        weights, experts = provider.function("forward")(logits, bias, choice)
+    def forward(ctx: Any, logits: Tensor, bias: Tensor, choice: Choice, provider: Provider[Functions]) -> Any:
+        weights, experts = provider.functions.forward(logits, bias, choice)
         ctx.save_for_backward(logits, experts)
         ctx.choice = choice
-        ctx.provider = provider
+        ctx.functions = provider.functions
         ctx.mark_non_differentiable(experts)
         return weights, experts
 
@@ -70,7 +81,8 @@ class _BiasedRoute(OpFunction):
     @closed_form
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         logits, experts = ctx.saved_tensors
-        return ctx.provider.function("backward")(grad, logits, experts, ctx.choice), None, None, None
+        functions: Functions = ctx.functions
+        return functions.backward(grad, logits, experts, ctx.choice), None, None, None
 
 
 @observed(CONTRACT)

@@ -6,7 +6,8 @@ Sources: the short convolution of Mamba, Gu and Dao 2023 (arXiv 2312.00752), sec
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +24,31 @@ def _witness(arguments: Arguments, document: slice) -> Witness:
     return CarryWitness(arguments["x_RC"].detach()[document], CARRY)
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RC, weight_C4, carry, slots_N, rows
+    backward  grad, x_RC, weight_C4, carry, rows
+    advance   x_RC, carry_SWC, slots_N, rows
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Rows], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rows], tuple[Tensor, Tensor, Tensor | None]]
+    advance: Callable[[Tensor, Tensor, Tensor, Rows], None]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.causal_conv import backward, reference
+
+    return Functions(reference.causal_conv, backward.causal_conv_backward, reference.advance)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.causal_conv import backward, kernels
+
+    return Functions(kernels.causal_conv, backward.causal_conv_backward, kernels.advance)
+
+
 CONTRACT = Contract(
     name="causal_conv",
     version=1,
@@ -34,22 +60,8 @@ CONTRACT = Contract(
     backward="closed form in FP32; the weight's gradient adds rows in FP32; documents don't mix",
     launch="16 rows a program, one in decode; training reads its packed rows; serving also reads and writes three carried rows a sequence",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:causal_conv",
-            f"{__name__}.backward:causal_conv_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "single_round",
-            "cuda",
-            f"{__name__}.kernels:causal_conv",
-            f"{__name__}.backward:causal_conv_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "single_round", "cuda", _triton, defining=True),
     ),
     history="history",
     witness=_witness,
@@ -58,16 +70,26 @@ CONTRACT = Contract(
 
 class _CausalConv(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, carry: Tensor | None, slots: Tensor | None, rows: Rows, provider: Provider) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        carry: Tensor | None,
+        slots: Tensor | None,
+        rows: Rows,
+        provider: Provider[Functions],
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, carry)
         ctx.rows = rows
-        ctx.provider = provider
-        return provider.function("forward")(x, weight, carry, slots, rows)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, weight, carry, slots, rows)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+        functions: Functions = ctx.functions
+        x, weight, carry = ctx.saved_tensors
+        return *functions.backward(grad, x, weight, carry, ctx.rows), None, None, None
 
 
 def _check(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelta, rows: Rows) -> None:
@@ -106,5 +128,5 @@ def causal_conv(x_RC: Tensor, weight_C4: Tensor, history: ConvCarry | PackedDelt
     if isinstance(history, PackedDelta):
         return _CausalConv.run(x_RC, weight_C4, history.carry_NWC, None, rows, provider)
     y = _CausalConv.run(x_RC, weight_C4, history.rows_SWC, history.slot_N, rows, provider)
-    provider.function("advance")(x_RC, history.rows_SWC, history.slot_N, rows)
+    provider.functions.advance(x_RC, history.rows_SWC, history.slot_N, rows)
     return y

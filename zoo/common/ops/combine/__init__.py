@@ -6,12 +6,37 @@ Sources: y = sum of gate times expert, Shazeer et al. 2017 (arXiv 1701.06538), s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   slots_RKD, weights_RK, experts_RK, shared_RD, block, contributors
+    backward  grad_RD, slots_RKD, weights_RK
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, int], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.combine import reference
+
+    return Functions(reference.combine, reference.combine_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.combine import kernels
+
+    return Functions(kernels.combine, kernels.combine_backward)
+
 
 CONTRACT = Contract(
     name="combine",
@@ -25,15 +50,8 @@ CONTRACT = Contract(
     backward="d slots = weight * dy, d weights = slot . dy, d shared = dy, all FP32 with one rounding",
     launch="on one GPU the leaves live in registers, few rows take narrow blocks; under EP each contributor's owner sends its leaf",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:combine", f"{__name__}.reference:combine_backward", defining=True),
-        Provider(
-            "triton",
-            "contributor_tree",
-            "cuda",
-            f"{__name__}.kernels:combine",
-            f"{__name__}.kernels:combine_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "contributor_tree", "cuda", _triton, defining=True),
     ),
 )
 
@@ -45,13 +63,14 @@ class _Combine(OpFunction):
     ) -> Tensor:
         ctx.save_for_backward(slots, weights)
         ctx.shared = shared is not None
-        ctx.provider = provider
-        return provider.function("forward")(slots, weights, experts, shared, block, contributors)
+        ctx.functions = provider.functions
+        return provider.functions.forward(slots, weights, experts, shared, block, contributors)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_slots, grad_weights = ctx.provider.function("backward")(grad, *ctx.saved_tensors)
+        functions: Functions = ctx.functions
+        grad_slots, grad_weights = functions.backward(grad, *ctx.saved_tensors)
         return grad_slots, grad_weights, None, grad if ctx.shared else None, None, None, None
 
 

@@ -6,12 +6,37 @@ gated delta rule (arXiv 2412.06464, section 3.1); transformers' `Qwen3NextGatedD
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   a_RV, b_RV, a_log_V, dt_bias_V
+    backward  grad_decay_RV, grad_beta_RV, a_RV, b_RV, a_log_V, dt_bias_V
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.delta_gate import backward, reference
+
+    return Functions(reference.delta_gate, backward.delta_gate_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.delta_gate import backward, kernels
+
+    return Functions(kernels.delta_gate, backward.delta_gate_backward)
+
 
 CONTRACT = Contract(
     name="delta_gate",
@@ -24,37 +49,24 @@ CONTRACT = Contract(
     backward="closed form in FP32; the two vectors' gradients add rows in FP32",
     launch="the same everywhere",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:delta_gate",
-            f"{__name__}.backward:delta_gate_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "fp32",
-            "cuda",
-            f"{__name__}.kernels:delta_gate",
-            f"{__name__}.backward:delta_gate_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "fp32", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _DeltaGate(OpFunction):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, provider: Provider) -> Any:
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, provider: Provider[Functions]) -> Any:
         ctx.save_for_backward(a, b, a_log, dt_bias)
-        ctx.provider = provider
-        return provider.function("forward")(a, b, a_log, dt_bias)
+        ctx.functions = provider.functions
+        return provider.functions.forward(a, b, a_log, dt_bias)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad_decay: Tensor, grad_beta: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad_decay, grad_beta, *ctx.saved_tensors), None
+        functions: Functions = ctx.functions
+        return *functions.backward(grad_decay, grad_beta, *ctx.saved_tensors), None
 
 
 @observed(CONTRACT)

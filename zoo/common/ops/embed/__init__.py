@@ -5,12 +5,37 @@ Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.4, without their facto
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   ids_R, weight_VD
+    backward  grad_RD, ids_R, vocabulary
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, int], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.embed import reference
+
+    return Functions(reference.embed, reference.embed_backward)
+
+
+def _gather() -> Functions:
+    from zoo.common.ops.embed import kernels
+
+    return Functions(kernels.embed, kernels.embed_backward)
+
 
 CONTRACT = Contract(
     name="embed",
@@ -23,24 +48,26 @@ CONTRACT = Contract(
     backward="rows of one token are added in batch order",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:embed", f"{__name__}.reference:embed_backward", defining=True),
-        Provider("gather", "copy", "cuda", f"{__name__}.kernels:embed", f"{__name__}.kernels:embed_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("gather", "copy", "cuda", _gather, defining=True),
     ),
 )
 
 
 class _Embed(OpFunction):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.vocabulary = weight.shape[0]
-        ctx.provider = provider
-        return provider.function("forward")(ids, weight)
+        ctx.functions = provider.functions
+        return provider.functions.forward(ids, weight)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.vocabulary), None, None
+        functions: Functions = ctx.functions
+        (ids,) = ctx.saved_tensors
+        return functions.backward(grad, ids, ctx.vocabulary), None, None
 
 
 @observed(CONTRACT)

@@ -6,7 +6,8 @@ section 2; transformers' `Qwen3MoeExperts`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,41 @@ def _shape(arguments: Arguments) -> tuple[int, ...]:
     return count, hidden, twice // 2
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RD, experts_RK, gate_up_X2FD, down_XDF, limit
+    backward  grad_RKD, x_RD, experts_RK, gate_up_X2FD, down_XDF, limit
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.experts import reference
+
+    return Functions(reference.experts, reference.experts_backward)
+
+
+def _deepgemm() -> Functions:
+    from zoo.common.ops.experts import kernels
+
+    return Functions(kernels.experts_deepgemm, kernels.experts_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.experts import kernels
+
+    return Functions(kernels.experts_triton, kernels.experts_backward)
+
+
+def _grouped_mm() -> Functions:
+    from zoo.common.ops.experts import kernels
+
+    return Functions(kernels.experts_grouped_mm, kernels.experts_backward)
+
+
 CONTRACT = Contract(
     name="experts",
     version=1,
@@ -36,26 +72,10 @@ CONTRACT = Contract(
     backward="grouped products with FP32 accumulation; a row's slots are added in slot order",
     launch="rows sorted by expert; few rows take 16-row tiles, many take 128-row tiles",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:experts", f"{__name__}.reference:experts_backward", defining=True),
-        Provider(
-            "deepgemm",
-            "fixed_k",
-            "cuda",
-            f"{__name__}.kernels:experts_deepgemm",
-            f"{__name__}.kernels:experts_backward",
-            needs=("deep_gemm",),
-            serves=_deepgemm_serves,
-            version=2,
-        ),
-        Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:experts_triton", f"{__name__}.kernels:experts_backward", defining=True),
-        Provider(
-            "grouped_mm",
-            "grouped_mm",
-            "cuda",
-            f"{__name__}.kernels:experts_grouped_mm",
-            f"{__name__}.kernels:experts_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("deepgemm", "fixed_k", "cuda", _deepgemm, needs=("deep_gemm",), serves=_deepgemm_serves, version=2),
+        Provider("triton", "fixed_k", "cuda", _triton, defining=True),
+        Provider("grouped_mm", "grouped_mm", "cuda", _grouped_mm, defining=True),
     ),
     shape=_shape,
 )
@@ -70,18 +90,19 @@ class _Experts(OpFunction):
         gate_up: Tensor,
         down: Tensor,
         limit: float | None,
-        provider: Provider,
+        provider: Provider[Functions],
     ) -> Tensor:
         ctx.save_for_backward(x, chosen, gate_up, down)
         ctx.limit = limit
-        ctx.provider = provider
-        return provider.function("forward")(x, chosen, gate_up, down, limit)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, chosen, gate_up, down, limit)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
+        functions: Functions = ctx.functions
         x, chosen, gate_up, down = ctx.saved_tensors
-        grad_x, grad_gate_up, grad_down = ctx.provider.function("backward")(grad, x, chosen, gate_up, down, ctx.limit)
+        grad_x, grad_gate_up, grad_down = functions.backward(grad, x, chosen, gate_up, down, ctx.limit)
         return grad_x, None, grad_gate_up, grad_down, None, None
 
 

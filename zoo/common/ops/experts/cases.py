@@ -8,6 +8,7 @@ import torch
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.experts import Functions
 from zoo.common.program import Program
 from zoo.testing import Args, assert_fusion_law, assert_shard_law, cut_points
 
@@ -92,12 +93,12 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Every tile of the kernels forward, both backward, at widths of whole steps and at others."""
 
-    def forward(provider: Provider, args: Args) -> Any:
-        return provider.function("forward")(*args.values())
+    def forward(provider: Provider[Functions], args: Args) -> Any:
+        return provider.functions.forward(*args.values())
 
-    def backward(provider: Provider, args: Args) -> Any:
+    def backward(provider: Provider[Functions], args: Args) -> Any:
         grad = (args["x_RD"][:, None] * torch.arange(1, 3, device=args["x_RD"].device)[:, None]).to(args["x_RD"].dtype)
-        return provider.function("backward")(grad, *args.values())
+        return provider.functions.backward(grad, *args.values())
 
     found = []
     for hidden, intermediate in ((256, 128), (160, 72)):

@@ -394,7 +394,7 @@ def through_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, dow
     ends_X = layout.first_X1[1:]
     product = partial(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, use_psum_layout=True)
     product(x_PD, gate_up_X2FD.contiguous(), gate_up_P2F, ends_X)
-    product(swiglu(gate_up_P2F, layout.pair_P, limit), down_XDF.contiguous(), down_PD, ends_X)
+    product(swiglu(gate_up_P2F, limit, layout.pair_P), down_XDF.contiguous(), down_PD, ends_X)
     return _copy_rows(down_PD, layout.place_RK, 1, x_RD.new_empty(rows, slots, hidden))
 
 
@@ -451,9 +451,9 @@ def experts_backward(
     _product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
     grad_hidden_PF = x_RD.new_empty(positions, intermediate)
     _product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
-    activated_PF = swiglu(gate_up_P2F, layout.pair_P, limit)
+    activated_PF = swiglu(gate_up_P2F, limit, layout.pair_P)
     grad_down_XDF = _weight_grad(grad_RKD, activated_PF, torch.empty_like(down_XDF), layout, PAIR, POSITION)
-    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, layout.pair_P, limit)
+    grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, limit, layout.pair_P)
     grad_gate_up_X2FD = _weight_grad(grad_gate_up_P2F, x_RD, torch.empty_like(gate_up_X2FD), layout, POSITION, ROW)
     slots_PD = x_RD.new_empty(positions, hidden)
     _product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)

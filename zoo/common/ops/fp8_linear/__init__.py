@@ -8,18 +8,44 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and the public DeepGEMM.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from zoo.common.ops.contract import FP8, PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.ops.fp8_quantise import CONTRACT as QUANTISER
 from zoo.common.ops.fp8_quantise import GROUP, ScaleRule
+from zoo.common.ops.fp8_quantise import Functions as QuantiserFunctions
 from zoo.common.program import Program
 
 
 def _serves(n: int, k: int) -> bool:
     return n % 8 == 0 and k % GROUP == 0
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_codes_RK, x_scales_RG, codes_NK, scales_BG, out_dtype
+    backward  grad_y_RN, codes_NK, scales_BG, dtype
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.fp8_linear import reference
+
+    return Functions(reference.fp8_linear, reference.fp8_linear_backward)
+
+
+def _deepgemm() -> Functions:
+    from zoo.common.ops.fp8_linear import kernels
+
+    return Functions(kernels.fp8_linear, kernels.fp8_linear_backward)
 
 
 CONTRACT = Contract(
@@ -34,24 +60,8 @@ CONTRACT = Contract(
     backward="straight through the quantiser: dx = dy W with the weight dequantised to x's dtype; the codes are frozen",
     launch="DeepGEMM, which picks a tile by the row count and keeps a row's bytes; no other shape is served on CUDA than its own",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:fp8_linear",
-            f"{__name__}.reference:fp8_linear_backward",
-            defining=True,
-        ),
-        Provider(
-            "deepgemm",
-            "deepgemm_fp8",
-            "cuda",
-            f"{__name__}.kernels:fp8_linear",
-            f"{__name__}.kernels:fp8_linear_backward",
-            needs=("deep_gemm",),
-            serves=_serves,
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("deepgemm", "deepgemm_fp8", "cuda", _deepgemm, needs=("deep_gemm",), serves=_serves, defining=True),
     ),
 )
 
@@ -64,19 +74,21 @@ class _Fp8Linear(OpFunction):
         codes: Tensor,
         scales: Tensor,
         rule: ScaleRule,
-        provider: Provider,
-        quantiser: Provider,
+        provider: Provider[Functions],
+        quantiser: Provider[QuantiserFunctions],
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.provider = provider
+        ctx.functions = provider.functions
         ctx.dtype = x.dtype
-        x_codes, x_scales = quantiser.function("forward")(x, rule.floor, rule.power_of_two)
-        return provider.function("forward")(x_codes, x_scales, codes, scales, x.dtype)
+        x_codes, x_scales = quantiser.functions.forward(x, rule.floor, rule.power_of_two)
+        return provider.functions.forward(x_codes, x_scales, codes, scales, x.dtype)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad_y: Tensor) -> Any:
-        grad_x = ctx.provider.function("backward")(grad_y, *ctx.saved_tensors, ctx.dtype)
+        functions: Functions = ctx.functions
+        codes, scales = ctx.saved_tensors
+        grad_x = functions.backward(grad_y, codes, scales, ctx.dtype)
         return grad_x, None, None, None, None, None
 
 

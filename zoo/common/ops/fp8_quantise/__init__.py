@@ -6,16 +6,17 @@ section 3.3.2. DeepSeek-V4 and its kernels round scales up to powers of two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.fp8_quantise.reference import GROUP
 from zoo.common.program import Program
 
-GROUP = 128
-LARGEST = 448.0  # of E4M3 without infinities
+__all__ = ["CONTRACT", "FP32_SCALES", "GROUP", "POWERS_OF_TWO", "Codes", "Functions", "ScaleRule", "fp8_quantise"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,27 @@ class Codes(NamedTuple):
     scales_RG: Tensor
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward  x_RK, floor, power_of_two
+    """
+
+    forward: Callable[[Tensor, float, bool], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.fp8_quantise import reference
+
+    return Functions(reference.fp8_quantise)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.fp8_quantise import kernels
+
+    return Functions(kernels.fp8_quantise)
+
+
 CONTRACT = Contract(
     name="fp8_quantise",
     version=1,
@@ -53,18 +75,16 @@ CONTRACT = Contract(
     backward="none: codes have no gradient, and fp8_linear goes straight through them",
     launch="the same everywhere",
     providers=(
-        Provider(
-            "reference", "reference", "cpu", f"{__name__}.reference:fp8_quantise", f"{__name__}.reference:fp8_quantise", defining=True
-        ),
-        Provider("triton", "nearest", "cuda", f"{__name__}.kernels:fp8_quantise", f"{__name__}.kernels:fp8_quantise", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "nearest", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _Quantise(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rule: ScaleRule, provider: Provider) -> tuple[Tensor, Tensor]:
-        codes, scales = provider.function("forward")(x, rule.floor, rule.power_of_two)
+    def forward(ctx: Any, x: Tensor, rule: ScaleRule, provider: Provider[Functions]) -> tuple[Tensor, Tensor]:
+        codes, scales = provider.functions.forward(x, rule.floor, rule.power_of_two)
         ctx.mark_non_differentiable(codes, scales)
         return codes, scales
 

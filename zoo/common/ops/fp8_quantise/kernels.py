@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.common.ops.fp8_quantise import GROUP, LARGEST
+from zoo.common.ops.fp8_quantise.reference import GROUP, LARGEST
 from zoo.common.ops.tree_kernels import EXACT
 
 GROUPS_A_PROGRAM = 8

@@ -6,7 +6,8 @@ Sources: the rule, Gated Delta Networks, Yang, Kautz and Hatamizadeh, ICLR 2025 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,6 @@ def _serves(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> b
     return key_dim == value_dim and key_dim in (16, 32, 64, 128)
 
 
-BACKWARD = f"{__name__}.kernels_backward:gated_delta_backward"
-
-
 def _shape(arguments: Arguments) -> tuple[int, ...]:
     _, key_heads, key_dim = arguments["q_RHK"].shape
     _, value_heads, value_dim = arguments["v_RVE"].shape
@@ -35,6 +33,46 @@ def _shape(arguments: Arguments) -> tuple[int, ...]:
 def _witness(arguments: Arguments, document: slice) -> Witness:
     operands = tuple(arguments[name].detach()[document] for name in OPERANDS)
     return SlotWitness(operands, arguments["program"], gated_delta, gated_delta_states)
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows
+    backward  grad_RVE, grad_final_NVKE, q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows
+    serve     q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, state, rows
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Rows], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Rows],
+        tuple[Tensor | None, ...],
+    ]
+    serve: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, DeltaState, Rows], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.gated_delta import backward, reference
+
+    return Functions(reference.gated_delta, backward.gated_delta_backward, reference.serve)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.gated_delta import kernels, kernels_backward
+
+    return Functions(kernels.gated_delta, kernels_backward.gated_delta_backward, kernels.serve)
+
+
+def _fla() -> Functions:
+    from zoo.common.ops.gated_delta import rival_fla
+
+    return Functions(rival_fla.gated_delta, rival_fla.gated_delta_backward, rival_fla.serve)
+
+
+def _tokens() -> Functions:
+    from zoo.common.ops.gated_delta import kernels_backward, rival_tokens
+
+    return Functions(rival_tokens.gated_delta, kernels_backward.gated_delta_backward, rival_tokens.serve)
 
 
 CONTRACT = Contract(
@@ -60,25 +98,10 @@ CONTRACT = Contract(
     "log_decay's is a sum less another: where it should vanish FP32 noise is left, about 1e-7 of max |q . grad_q|",
     launch="whole chunks in parallel around a scan of states; decode: one row a sequence, row 63 closes the chunk in the same launch",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:gated_delta",
-            f"{__name__}.backward:gated_delta_backward",
-            defining=True,
-        ),
-        Provider("triton", "chunk_replay", "cuda", f"{__name__}.kernels:gated_delta", BACKWARD, serves=_serves, defining=True),
-        Provider(
-            "fla",
-            "recurrent",
-            "cuda",
-            f"{__name__}.rival_fla:gated_delta",
-            f"{__name__}.rival_fla:gated_delta_backward",
-            needs=("fla.ops.gated_delta_rule",),
-            defining=True,
-        ),
-        Provider("tokens", "recurrent", "cuda", f"{__name__}.rival_tokens:gated_delta", BACKWARD, serves=_serves, defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "chunk_replay", "cuda", _triton, serves=_serves, defining=True),
+        Provider("fla", "recurrent", "cuda", _fla, needs=("fla.ops.gated_delta_rule",), defining=True),
+        Provider("tokens", "recurrent", "cuda", _tokens, serves=_serves, defining=True),
     ),
     shape=_shape,
     history="history",
@@ -95,16 +118,17 @@ class _GatedDelta(OpFunction):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, log_decay, beta, *(() if initial is None else (initial,)))
         ctx.rows = rows
-        ctx.provider = provider
+        ctx.functions = provider.functions
         ctx.set_materialize_grads(False)
-        return provider.function("forward")(q, k, v, log_decay, beta, initial, rows)
+        return provider.functions.forward(q, k, v, log_decay, beta, initial, rows)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> Any:
-        *operands, initial = (*ctx.saved_tensors, None)[:6]
-        grad = torch.zeros_like(operands[2]) if grad is None else grad
-        *grads, grad_initial = ctx.provider.function("backward")(grad, grad_final, *operands, initial, ctx.rows)
+        functions: Functions = ctx.functions
+        q, k, v, log_decay, beta, initial = (*ctx.saved_tensors, None)[:6]
+        grad = torch.zeros_like(v) if grad is None else grad
+        *grads, grad_initial = functions.backward(grad, grad_final, q, k, v, log_decay, beta, initial, ctx.rows)
         return *grads, None if initial is None else grad_initial, None, None
 
 
@@ -145,7 +169,7 @@ def gated_delta(
         return gated_delta_states(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial, rows, program=program)[0]
     _check(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, rows)
     with torch.no_grad():
-        return _provider(q_RHK, v_RVE, program).function("serve")(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, history, rows)
+        return _provider(q_RHK, v_RVE, program).functions.serve(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, history, rows)
 
 
 @checked(CONTRACT)
@@ -172,5 +196,5 @@ def gated_delta_states(
     return _GatedDelta.run(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, initial_NVKE, rows, _provider(q_RHK, v_RVE, program))
 
 
-def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider:
+def _provider(q_RHK: Tensor, v_RVE: Tensor, program: Program) -> Provider[Functions]:
     return CONTRACT.provider(program, _shape({"q_RHK": q_RHK, "v_RVE": v_RVE}))

@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo.common.history import DeltaState
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.gated_delta import Functions
 from zoo.common.ops.gated_delta.slots import CHUNK, FROM_ZERO, empty_state, live_bytes, slot_tensors
 from zoo.common.ops.gated_delta.witness import OPERANDS
 from zoo.common.program import Program, resolve
@@ -201,18 +202,20 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Every width with every launch of the scan and of a step, forward, backward and into slots."""
 
-    def forward(provider: Provider, args: Args) -> Any:
-        return provider.function("forward")(*(args[name] for name in OPERANDS), None, packed_rows(args))
+    def forward(provider: Provider[Functions], args: Args) -> Any:
+        q, k, v, log_decay, beta = (args[name] for name in OPERANDS)
+        return provider.functions.forward(q, k, v, log_decay, beta, None, packed_rows(args))
 
-    def backward(provider: Provider, args: Args) -> Any:
+    def backward(provider: Provider[Functions], args: Args) -> Any:
         grad = args["v_RVE"].roll(1, 0)
-        return provider.function("backward")(grad, None, *(args[name] for name in OPERANDS), None, packed_rows(args))
+        q, k, v, log_decay, beta = (args[name] for name in OPERANDS)
+        return provider.functions.backward(grad, None, q, k, v, log_decay, beta, None, packed_rows(args))
 
-    def serve(provider: Provider, args: Args) -> Any:
+    def serve(provider: Provider[Functions], args: Args) -> Any:
         """All but each document's last four rows in chunks, then these one by one."""
 
         def op(*operands: Any, program: Program) -> Any:
-            return provider.function("serve")(*operands)
+            return provider.functions.serve(*operands)
 
         lengths = args["lengths"]
         plan = (tuple(length - 4 for length in lengths), *[(1,) * len(lengths)] * 4)

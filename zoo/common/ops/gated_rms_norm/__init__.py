@@ -5,12 +5,37 @@ Source: transformers' `Qwen3NextRMSNormGated`: the root-mean-square norm of Zhan
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RVE, gate_RVE, weight_E, eps
+    backward  grad, x_RVE, gate_RVE, weight_E, eps
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.gated_rms_norm import backward, reference
+
+    return Functions(reference.gated_rms_norm, backward.gated_rms_norm_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.gated_rms_norm import backward, kernels
+
+    return Functions(kernels.gated_rms_norm, backward.gated_rms_norm_backward)
+
 
 CONTRACT = Contract(
     name="gated_rms_norm",
@@ -23,38 +48,26 @@ CONTRACT = Contract(
     backward="closed form in FP32; the weight's gradient adds rows and heads in FP32",
     launch="the same everywhere",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:gated_rms_norm",
-            f"{__name__}.backward:gated_rms_norm_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "pair_tree",
-            "cuda",
-            f"{__name__}.kernels:gated_rms_norm",
-            f"{__name__}.backward:gated_rms_norm_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _GatedRMSNorm(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
-        ctx.provider = provider
-        return provider.function("forward")(x, gate, weight, eps)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, gate, weight, eps)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.eps), None, None
+        functions: Functions = ctx.functions
+        x, gate, weight = ctx.saved_tensors
+        return *functions.backward(grad, x, gate, weight, ctx.eps), None, None
 
 
 @observed(CONTRACT)

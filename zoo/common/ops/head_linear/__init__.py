@@ -6,7 +6,8 @@ queries and outputs instead of to every cached row.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,29 @@ from zoo.common.program import Program
 
 def _shape(arguments: Arguments) -> tuple[int, ...]:
     return tuple(arguments["weight_HNK"].shape)
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RHK, weight_HNK
+    backward  grad_RHN, x_RHK, weight_HNK
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.head_linear import reference
+
+    return Functions(reference.head_linear, reference.head_linear_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.head_linear import kernels
+
+    return Functions(kernels.head_linear, kernels.head_linear_backward)
 
 
 CONTRACT = Contract(
@@ -29,22 +53,8 @@ CONTRACT = Contract(
     backward="linear's, head by head",
     launch="one program a head and tile of rows and columns; a weight may be read transposed where it lies",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:head_linear",
-            f"{__name__}.reference:head_linear_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "fixed_k",
-            "cuda",
-            f"{__name__}.kernels:head_linear",
-            f"{__name__}.kernels:head_linear_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "fixed_k", "cuda", _triton, defining=True),
     ),
     shape=_shape,
 )
@@ -52,15 +62,16 @@ CONTRACT = Contract(
 
 class _HeadLinear(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.provider = provider
-        return provider.function("forward")(x, weight)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, weight)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors), None
+        functions: Functions = ctx.functions
+        return *functions.backward(grad, *ctx.saved_tensors), None
 
 
 @observed(CONTRACT)

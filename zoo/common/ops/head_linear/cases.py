@@ -8,6 +8,7 @@ import torch
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.head_linear import Functions
 from zoo.common.program import Program
 from zoo.testing import Along, Args, assert_column_law, assert_fusion_law, assert_shard_law, cut_points
 
@@ -71,8 +72,8 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Every tile of the kernel, with both layouts of the weight, at a K of whole steps and at another."""
 
-    def run(provider: Provider, args: Args) -> Any:
-        forward = provider.function("forward")
+    def run(provider: Provider[Functions], args: Args) -> Any:
+        forward = provider.functions.forward
         weight = args["weight_HNK"]
         return forward(args["x_RHK"], weight), forward(args["x_RHK"], weight.transpose(1, 2).contiguous().transpose(1, 2))
 

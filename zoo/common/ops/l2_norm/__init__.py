@@ -5,7 +5,8 @@ Source: the norm of queries and keys in Gated DeltaNet (arXiv 2412.06464, sectio
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +14,30 @@ from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, clo
 from zoo.common.program import Program
 
 EPS = 1e-6
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RHK, eps
+    backward  grad, x_RHK, eps
+    """
+
+    forward: Callable[[Tensor, float], Tensor]
+    backward: Callable[[Tensor, Tensor, float], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.l2_norm import backward, reference
+
+    return Functions(reference.l2_norm, backward.l2_norm_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.l2_norm import backward, kernels
+
+    return Functions(kernels.l2_norm, backward.l2_norm_backward)
+
 
 CONTRACT = Contract(
     name="l2_norm",
@@ -25,23 +50,25 @@ CONTRACT = Contract(
     backward="closed form in FP32",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:l2_norm", f"{__name__}.backward:l2_norm_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _L2Norm(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.provider = provider
-        return provider.function("forward")(x, EPS)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, EPS)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.provider.function("backward")(grad, *ctx.saved_tensors, EPS), None
+        functions: Functions = ctx.functions
+        (x,) = ctx.saved_tensors
+        return functions.backward(grad, x, EPS), None
 
 
 @observed(CONTRACT)

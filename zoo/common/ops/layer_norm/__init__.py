@@ -5,12 +5,37 @@ Source: Ba, Kiros and Hinton 2016 (arXiv 1607.06450), section 3; `torch.nn.Layer
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x, weight, bias, eps
+    backward  grad, x, weight, eps
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.layer_norm import backward, reference
+
+    return Functions(reference.layer_norm, backward.layer_norm_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.layer_norm import backward, kernels
+
+    return Functions(kernels.layer_norm, backward.layer_norm_backward)
+
 
 CONTRACT = Contract(
     name="layer_norm",
@@ -24,38 +49,26 @@ CONTRACT = Contract(
     backward="closed form in FP32; weight and bias add rows in FP32",
     launch="one program a row",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:layer_norm",
-            f"{__name__}.backward:layer_norm_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "pair_tree",
-            "cuda",
-            f"{__name__}.kernels:layer_norm",
-            f"{__name__}.backward:layer_norm_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _LayerNorm(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        ctx.provider = provider
-        return provider.function("forward")(x, weight, bias, eps)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, weight, bias, eps)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.eps), None, None
+        functions: Functions = ctx.functions
+        x, weight = ctx.saved_tensors
+        return *functions.backward(grad, x, weight, ctx.eps), None, None
 
 
 @observed(CONTRACT)

@@ -6,7 +6,8 @@ summation", SIAM Journal on Scientific Computing 14(4).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,53 @@ def _shape(arguments: Arguments) -> tuple[int, ...]:
     return (*arguments["weight_NK"].shape, arguments["k_parts"])
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RK, weight_NK, out_dtype, k_parts
+    backward  grad_y_RN, x_RK, weight_NK, needs_x, needs_weight
+    """
+
+    forward: Callable[[Tensor, Tensor, torch.dtype, int], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, bool, bool], tuple[Tensor | None, Tensor | None]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.linear import reference
+
+    return Functions(reference.linear, reference.linear_backward)
+
+
+def _deepgemm() -> Functions:
+    from zoo.common.ops.linear import kernels
+
+    return Functions(kernels.linear_deepgemm, kernels.linear_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.linear import kernels
+
+    return Functions(kernels.linear_triton, kernels.linear_backward)
+
+
+def _reference_fp32() -> Functions:
+    from zoo.common.ops.linear import reference
+
+    return Functions(reference.linear, reference.linear_backward)
+
+
+def _triton_fp32() -> Functions:
+    from zoo.common.ops.linear import kernels
+
+    return Functions(kernels.linear_fp32, kernels.linear_backward)
+
+
+def _cublas() -> Functions:
+    from zoo.common.ops.linear import kernels
+
+    return Functions(kernels.linear_cublas, kernels.linear_backward)
+
+
 CONTRACT = Contract(
     name="linear",
     version=1,
@@ -35,34 +83,12 @@ CONTRACT = Contract(
     backward="dx = dy W and dW = dy^T x, FP32 accumulation, rounded once to the dtype of x and W",
     launch="rows choose the tile: 16 rows in decode, 64 or 128 in prefill and training; DeepGEMM where admitted",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:linear", f"{__name__}.reference:linear_backward", defining=True),
-        Provider(
-            "deepgemm",
-            "fixed_k",
-            "cuda",
-            f"{__name__}.kernels:linear_deepgemm",
-            f"{__name__}.kernels:linear_backward",
-            needs=("deep_gemm",),
-            serves=_deepgemm_serves,
-        ),
-        Provider("triton", "fixed_k", "cuda", f"{__name__}.kernels:linear_triton", f"{__name__}.kernels:linear_backward", defining=True),
-        Provider(
-            "reference_fp32",
-            "fp32_operands",
-            "cpu",
-            f"{__name__}.reference:linear",
-            f"{__name__}.reference:linear_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton_fp32",
-            "fp32_operands",
-            "cuda",
-            f"{__name__}.kernels:linear_fp32",
-            f"{__name__}.kernels:linear_backward",
-            defining=True,
-        ),
-        Provider("cublas", "cublas", "cuda", f"{__name__}.kernels:linear_cublas", f"{__name__}.kernels:linear_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("deepgemm", "fixed_k", "cuda", _deepgemm, needs=("deep_gemm",), serves=_deepgemm_serves),
+        Provider("triton", "fixed_k", "cuda", _triton, defining=True),
+        Provider("reference_fp32", "fp32_operands", "cpu", _reference_fp32, defining=True),
+        Provider("triton_fp32", "fp32_operands", "cuda", _triton_fp32, defining=True),
+        Provider("cublas", "cublas", "cuda", _cublas, defining=True),
     ),
     shape=_shape,
 )
@@ -70,16 +96,17 @@ CONTRACT = Contract(
 
 class _Linear(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype, k_parts: int, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype, k_parts: int, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.provider = provider
-        return provider.function("forward")(x, weight, out_dtype, k_parts)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, weight, out_dtype, k_parts)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad_y: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = ctx.provider.function("backward")(grad_y, x, weight, *ctx.needs_input_grad[:2])
+        functions: Functions = ctx.functions
+        grad_x, grad_weight = functions.backward(grad_y, x, weight, *ctx.needs_input_grad[:2])
         return grad_x, grad_weight, None, None, None
 
 

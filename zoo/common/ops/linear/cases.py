@@ -8,6 +8,7 @@ import torch
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.linear import Functions
 from zoo.common.program import Program
 from zoo.testing import Along, Args, assert_column_law
 
@@ -75,8 +76,8 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Every tile of the kernel, at a K of whole steps and at another."""
 
-    def run(provider: Provider, args: Args) -> Any:
-        return provider.function("forward")(args["x_RK"], args["weight_NK"], args["x_RK"].dtype, 1)
+    def run(provider: Provider[Functions], args: Args) -> Any:
+        return provider.functions.forward(args["x_RK"], args["weight_NK"], args["x_RK"].dtype, 1)
 
     shapes = [(rows, columns) for rows, wide in ((16, 16400), (32, 8208), (128, 8208), (512, 4112), (600, 2064)) for columns in (200, wide)]
     return [

@@ -8,8 +8,9 @@ functions", IMA Journal of Numerical Analysis 41(4), section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,34 @@ from zoo.common.program import Program
 
 # few rows take the whole vocabulary at once, while that holds no more than a chunk does: 2^26 logits, 256 MiB in FP32
 WHOLE_LOGITS = ROW_CHUNK * VOCABULARY_CHUNK
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward       logits_RV, group
+    backward      logits_RC, lse_R, mean_R, local_R, grad_R, grad_lse_R, grad_entropy_R, inverse_temperature_R, dtype
+    chunk_stats   logits_RC, first, targets_R, group, stats, selected_R
+    merge_groups  peak_RG, mass_RG, mean_RG
+    """
+
+    forward: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+    chunk_stats: Callable[[Tensor, int, Tensor, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
+    merge_groups: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.log_prob import reference
+
+    return Functions(reference.group_stats, reference.logit_grad, reference.chunk_stats, reference.merge_groups)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.log_prob import kernels
+
+    return Functions(kernels.group_stats, kernels.logit_grad, kernels.chunk_stats, kernels.merge_groups)
+
 
 CONTRACT = Contract(
     name="log_prob",
@@ -44,8 +73,8 @@ CONTRACT = Contract(
     launch="at most 2^26 logits (256 MiB) are made at once: of up to 4096 rows all columns where that is no more, else 16384 at a time, as "
     "the gradient always takes them, so [R, V] is never held but for few rows; decode samples from its logits and holds them all",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:group_stats", f"{__name__}.reference:logit_grad", defining=True),
-        Provider("triton", "group_tree", "cuda", f"{__name__}.kernels:group_stats", f"{__name__}.kernels:logit_grad", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "group_tree", "cuda", _triton, defining=True),
     ),
 )
 
@@ -90,18 +119,19 @@ class _LogProb(OpFunction):
             columns = vocabulary if (row.stop - r) * vocabulary <= WHOLE_LOGITS else VOCABULARY_CHUNK
             for c in range(0, vocabulary, columns):
                 logits = _logits(hidden[row], weight[c : c + columns], temperature, program)
-                provider.function("chunk_stats")(logits, c, targets[row], group, stats, selected[row])
-            lse[row], mean[row] = provider.function("merge_groups")(*stats)
+                provider.functions.chunk_stats(logits, c, targets[row], group, stats, selected[row])
+            lse[row], mean[row] = provider.functions.merge_groups(*stats)
         ctx.save_for_backward(hidden, weight, targets, inverse_temperature, lse, mean)
         ctx.program = program
-        ctx.provider = provider
+        ctx.functions = provider.functions
         return torch.clamp(selected - lse, max=0.0), lse, lse - mean
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, targets, inverse_temperature, lse, mean = ctx.saved_tensors
-        logit_grad = ctx.provider.function("backward")
+        functions: Functions = ctx.functions
+        logit_grad = functions.backward
 
         def grad_of_logits(row: slice, first: int, part: Tensor) -> Tensor:
             scale = None if inverse_temperature is None else inverse_temperature[row]
@@ -131,6 +161,6 @@ def logits(hidden_RD: Tensor, weight_VD: Tensor, *, program: Program, inverse_te
 def log_prob_of_logits(logits_RV: Tensor, targets_R: Tensor, *, program: Program) -> TokenScores:
     """The same scores from FP32 logits that already exist (decode; masked entries are -inf)."""
     provider = CONTRACT.provider(program)
-    lse, mean = provider.function("merge_groups")(*provider.function("forward")(logits_RV, program.vocab_group))
+    lse, mean = provider.functions.merge_groups(*provider.functions.forward(logits_RV, program.vocab_group))
     selected = logits_RV.gather(1, targets_R[:, None])[:, 0]
     return TokenScores(torch.clamp(selected - lse, max=0.0), lse, lse - mean)

@@ -6,13 +6,38 @@ section 3.4.2; transformers' `Qwen3Attention`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import FLOAT32, INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.ops.norm_rope.reference import Heads, value_heads
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   qkv_RC, q_weight, k_weight, table, positions, heads, eps, offset
+    backward  grad_q, grad_k, grad_v, qkv_RC, q_weight, k_weight, table, positions, heads, eps, offset
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Heads, float, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Heads, float, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.norm_rope import reference
+
+    return Functions(reference.norm_rope, reference.norm_rope_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.norm_rope import kernels
+
+    return Functions(kernels.norm_rope, kernels.norm_rope_backward)
+
 
 CONTRACT = Contract(
     name="norm_rope",
@@ -25,15 +50,8 @@ CONTRACT = Contract(
     backward="rope's, then rms_norm's, on each head",
     launch="one launch for all query and key heads of a row",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:norm_rope",
-            f"{__name__}.reference:norm_rope_backward",
-            defining=True,
-        ),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:norm_rope", f"{__name__}.kernels:norm_rope_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
@@ -54,14 +72,15 @@ class _NormRope(OpFunction):
     ) -> Any:
         ctx.save_for_backward(qkv, q_weight, k_weight, table, positions)
         ctx.constants = (heads, eps, offset)
-        ctx.provider = provider
-        q, k = provider.function("forward")(qkv, q_weight, k_weight, table, positions, *ctx.constants)
+        ctx.functions = provider.functions
+        q, k = provider.functions.forward(qkv, q_weight, k_weight, table, positions, *ctx.constants)
         return q, k, value_heads(qkv, heads)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
-        grads = ctx.provider.function("backward")(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.constants)
+        functions: Functions = ctx.functions
+        grads = functions.backward(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.constants)
         return *grads, *[None] * 6
 
 

@@ -6,12 +6,37 @@ shared expert's in transformers' `Qwen2MoeSparseMoeBlock`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import EITHER, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x, gate
+    backward  grad, x, gate
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.output_gate import backward, reference
+
+    return Functions(reference.output_gate, backward.output_gate_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.output_gate import backward, kernels
+
+    return Functions(kernels.output_gate, backward.output_gate_backward)
+
 
 CONTRACT = Contract(
     name="output_gate",
@@ -24,37 +49,24 @@ CONTRACT = Contract(
     backward="closed form in FP32, one rounding; a row's one gate adds its columns in FP32",
     launch="the same everywhere",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:output_gate",
-            f"{__name__}.backward:output_gate_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "single_round",
-            "cuda",
-            f"{__name__}.kernels:output_gate",
-            f"{__name__}.backward:output_gate_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "single_round", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _OutputGate(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(x, gate)
-        ctx.provider = provider
-        return provider.function("forward")(x, gate)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, gate)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *ctx.provider.function("backward")(grad, *ctx.saved_tensors), None
+        functions: Functions = ctx.functions
+        return *functions.backward(grad, *ctx.saved_tensors), None
 
 
 @observed(CONTRACT)

@@ -5,12 +5,37 @@ Source: Zhang and Sennrich 2019 (arXiv 1910.07467), section 4; with the offset 1
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x, residual, weight, eps, offset
+    backward  grad, grad_total, total, weight, eps, offset
+    """
+
+    forward: Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.rms_norm import reference
+
+    return Functions(reference.rms_norm, reference.rms_norm_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.rms_norm import kernels
+
+    return Functions(kernels.rms_norm, kernels.rms_norm_backward)
+
 
 CONTRACT = Contract(
     name="rms_norm",
@@ -24,15 +49,8 @@ CONTRACT = Contract(
     backward="closed form in FP32 from the rounded input; the weight's gradient adds rows in fixed blocks",
     launch="one program a row; a few very wide rows are split over several launches that build the same tree",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:rms_norm",
-            f"{__name__}.reference:rms_norm_backward",
-            defining=True,
-        ),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:rms_norm", f"{__name__}.kernels:rms_norm_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
@@ -41,12 +59,14 @@ class _RMSNorm(OpFunction):
     """x (+ residual) -> normalised, sum. With no residual the sum is x itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, provider: Provider) -> Any:
-        normed, total = provider.function("forward")(x, residual, weight, eps, offset)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, provider: Provider[Functions]
+    ) -> Any:
+        normed, total = provider.functions.forward(x, residual, weight, eps, offset)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         ctx.offset = offset
-        ctx.provider = provider
+        ctx.functions = provider.functions
         ctx.added = residual is not None
         if residual is None:
             return normed
@@ -56,7 +76,8 @@ class _RMSNorm(OpFunction):
     @closed_form
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor | None = None) -> Any:
         total, weight = ctx.saved_tensors
-        grad_x, grad_weight = ctx.provider.function("backward")(grad, grad_total, total, weight, ctx.eps, ctx.offset)
+        functions: Functions = ctx.functions
+        grad_x, grad_weight = functions.backward(grad, grad_total, total, weight, ctx.eps, ctx.offset)
         return grad_x, grad_x if ctx.added else None, grad_weight, None, None, None
 
 

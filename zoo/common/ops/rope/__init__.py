@@ -6,12 +6,37 @@ Source: RoFormer, Su et al. 2021 (arXiv 2104.09864), section 3.4.2, whose pairs 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import FLOAT32, INTEGERS, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   x_RHE, table_PC2, positions_R, inverse, neighbours
+    backward  x_RHE, table_PC2, positions_R, inverse, neighbours
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.rope import reference
+
+    return Functions(reference.rope, reference.rope)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.rope import kernels
+
+    return Functions(kernels.rope, kernels.rope)
+
 
 CONTRACT = Contract(
     name="rope",
@@ -26,8 +51,8 @@ CONTRACT = Contract(
     backward="the same rotation with -sin",
     launch="the same everywhere; the table comes from the CPU, its hash is part of the fingerprint",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:rope", f"{__name__}.reference:rope", defining=True),
-        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:rope", f"{__name__}.kernels:rope", defining=True, version=2),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "single_round", "cuda", _triton, defining=True, version=2),
     ),
 )
 
@@ -39,17 +64,18 @@ def table_hash(table: Tensor) -> str:
 
 class _Rope(OpFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, neighbours: bool, provider: Provider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, neighbours: bool, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(table, positions)
         ctx.neighbours = neighbours
-        ctx.provider = provider
-        return provider.function("forward")(x, table, positions, False, neighbours)
+        ctx.functions = provider.functions
+        return provider.functions.forward(x, table, positions, False, neighbours)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
         table, positions = ctx.saved_tensors
-        return ctx.provider.function("backward")(grad, table, positions, True, ctx.neighbours), None, None, None, None
+        functions: Functions = ctx.functions
+        return functions.backward(grad, table, positions, True, ctx.neighbours), None, None, None, None
 
 
 @observed(CONTRACT)

@@ -6,12 +6,37 @@ Source: Shazeer et al. 2017 (arXiv 1701.06538), section 2.1, without their noise
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import WIDE, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   logits_RX, top_k, renormalise
+    backward  grad_RK, logits_RX, experts_RK, renormalise
+    """
+
+    forward: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.route import backward, reference
+
+    return Functions(reference.route, backward.route_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.route import backward, kernels
+
+    return Functions(kernels.route, backward.route_backward)
+
 
 CONTRACT = Contract(
     name="route",
@@ -25,19 +50,19 @@ CONTRACT = Contract(
     backward="closed form in FP32; the choice itself has no gradient",
     launch="the same everywhere",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:route", f"{__name__}.backward:route_backward", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:route", f"{__name__}.backward:route_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _Route(OpFunction):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool, provider: Provider) -> Any:
-        weights, experts = provider.function("forward")(logits, top_k, renormalise)
+    def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool, provider: Provider[Functions]) -> Any:
+        weights, experts = provider.functions.forward(logits, top_k, renormalise)
         ctx.save_for_backward(logits, experts)
         ctx.renormalise = renormalise
-        ctx.provider = provider
+        ctx.functions = provider.functions
         ctx.mark_non_differentiable(experts)
         return weights, experts
 
@@ -45,7 +70,8 @@ class _Route(OpFunction):
     @closed_form
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         logits, experts = ctx.saved_tensors
-        return ctx.provider.function("backward")(grad, logits, experts, ctx.renormalise), None, None, None
+        functions: Functions = ctx.functions
+        return functions.backward(grad, logits, experts, ctx.renormalise), None, None, None
 
 
 @observed(CONTRACT)

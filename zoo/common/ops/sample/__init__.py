@@ -7,6 +7,7 @@ noise's bits, Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,35 @@ from zoo.common.row_sampling import RowSampling
 
 __all__ = ["CONTRACT", "Drawn", "sample", "score_filtered", "support"]
 
-_GRAD = "zoo.common.ops.log_prob.{}:logit_grad"
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   logits_RV, seed_R, position_R, greedy_R
+    backward  logits_RC, lse_R, mean_R, local_R, grad_R, grad_lse_R, grad_entropy_R, inverse_temperature_R, dtype
+    cut       logits_RV, lse_R, top_k_R, mass_limit_R, min_p_R
+    restrict  logits_RC, logit_R, last_R, first, fill
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+    cut: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    restrict: Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.log_prob.reference import logit_grad
+    from zoo.common.ops.sample import reference
+
+    return Functions(reference.draw, logit_grad, reference.cut, reference.restrict)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.log_prob.kernels import logit_grad
+    from zoo.common.ops.sample import kernels
+
+    return Functions(kernels.draw, logit_grad, kernels.cut, kernels.restrict)
+
 
 CONTRACT = Contract(
     name="sample",
@@ -39,8 +68,8 @@ CONTRACT = Contract(
     launch="filters and temperature are skipped where the host knows that no row has them; more programs share a row where there are few "
     "rows (CUDA); the replay holds 128 rows' logits",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:draw", _GRAD.format("reference"), defining=True),
-        Provider("triton", "fixed_point", "cuda", f"{__name__}.kernels:draw", _GRAD.format("kernels"), defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "fixed_point", "cuda", _triton, defining=True),
     ),
 )
 
@@ -75,7 +104,7 @@ def sample(logits_RV: Tensor, rows: RowSampling, program: Program) -> Drawn:
     if rows.filters:
         kept = restrict(scaled, find_cut(scaled, lse, rows, program), program)
         kept_lse = log_sum_exp(kept, program)
-    token = CONTRACT.provider(program).function("forward")(kept, rows.seed_R, rows.position_R, rows.greedy_R)
+    token = CONTRACT.provider(program).functions.forward(kept, rows.seed_R, rows.position_R, rows.greedy_R)
     scored = score_of(scaled, lse, token)
     return Drawn(token, scored, score_of(kept, kept_lse, token) if rows.filters else scored)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,18 @@ from zoo.common.ops.log_prob.backward import through_logits
 from zoo.common.program import Program
 from zoo.common.row_sampling import RowSampling
 
+if TYPE_CHECKING:
+    from zoo.common.ops.sample import Functions
+
 # rows whose whole logits the replay holds at once
 ROW_BLOCK = 128
 # stands for a masked logit in the gradient: its probability is 0, and 0 times it is 0 (0 times -inf is not)
 FAR = -1e30
+
+
+def _functions(program: Program) -> Functions:
+    found: Functions = CONTRACTS["sample"].provider(program).functions
+    return found
 
 
 def scale_logits(logits_RV: Tensor, rows: RowSampling) -> Tensor:
@@ -26,11 +34,11 @@ def scale_logits(logits_RV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def find_cut(scaled_RV: Tensor, lse_R: Tensor, rows: RowSampling, program: Program) -> tuple[Tensor, Tensor]:
-    return CONTRACTS["sample"].provider(program).function("cut")(scaled_RV, lse_R, rows.top_k_R, rows.mass_limit_R, rows.min_p_R)
+    return _functions(program).cut(scaled_RV, lse_R, rows.top_k_R, rows.mass_limit_R, rows.min_p_R)
 
 
 def restrict(scaled_RC: Tensor, cut: tuple[Tensor, Tensor], program: Program, first: int = 0, fill: float = -torch.inf) -> Tensor:
-    return CONTRACTS["sample"].provider(program).function("restrict")(scaled_RC, *cut, first, fill)
+    return _functions(program).restrict(scaled_RC, *cut, first, fill)
 
 
 def log_sum_exp(scaled_RV: Tensor, program: Program) -> Tensor:
@@ -41,7 +49,7 @@ def log_sum_exp(scaled_RV: Tensor, program: Program) -> Tensor:
 def log_sum_exp_and_mean(scaled_RV: Tensor, program: Program) -> tuple[Tensor, Tensor]:
     """log_prob's log-sum-exp and expected logit of rows."""
     provider = LOG_PROB.provider(program)
-    lse_R, mean_R = provider.function("merge_groups")(*provider.function("forward")(scaled_RV, program.vocab_group))
+    lse_R, mean_R = provider.functions.merge_groups(*provider.functions.forward(scaled_RV, program.vocab_group))
     return lse_R, mean_R
 
 
@@ -83,7 +91,7 @@ class ScoreFiltered(OpFunction):
         hidden, weight, targets, scored, lse, mean, kept_lse, logit, last = ctx.saved_tensors
         program = ctx.program
         rows = ctx.rows
-        logit_grad = CONTRACTS["sample"].provider(program).function("backward")
+        logit_grad = _functions(program).backward
         none = torch.zeros_like(scored)
         parts = []
         if grad is not None:

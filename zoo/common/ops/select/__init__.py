@@ -5,6 +5,9 @@ Source: the lightning indexer of DeepSeek Sparse Attention, DeepSeek-V3.2 (arXiv
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import Tensor
 
 from zoo.common.history import TokenRows
@@ -15,6 +18,27 @@ from zoo.common.rows import Rows
 
 def _cached(arguments: Arguments) -> dict[str, Cached]:
     return {"index": Cached(arguments["keys"].rows)}
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward  q_RHE, weights_RH, keys, page_table_NB, rows, top_k
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rows, int], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.select import reference
+
+    return Functions(reference.select)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.select import kernels
+
+    return Functions(kernels.select)
 
 
 CONTRACT = Contract(
@@ -34,8 +58,8 @@ CONTRACT = Contract(
     launch="training reads packed rows, serving reads pages; rows are scored in blocks, so no [R, R] scores are held; nothing is scored "
     "where no sequence can be longer than top_k",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:select", f"{__name__}.reference:select", defining=True),
-        Provider("triton", "pair_tree", "cuda", f"{__name__}.kernels:select", f"{__name__}.kernels:select", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "pair_tree", "cuda", _triton, defining=True),
     ),
     history="keys",
     cached=_cached,
@@ -51,6 +75,6 @@ def select(q_RHE: Tensor, weights_RH: Tensor, keys: TokenRows, rows: Rows, top_k
         raise ValueError(f"select: queries of {q_RHE.shape[2]} columns, keys of {keys.rows.shape[-1]}")
     if top_k < 1:
         raise ValueError(f"select: top {top_k} of a row's tokens, it takes at least 1")
-    function = CONTRACT.provider(program).function("forward")
+    function = CONTRACT.provider(program).functions.forward
     positions_RK: Tensor = function(q_RHE.detach(), weights_RH.detach(), keys.rows.detach(), keys.page_table_NB, rows, top_k)
     return positions_RK

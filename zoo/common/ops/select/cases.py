@@ -11,6 +11,7 @@ from zoo.common.history import TokenRows
 from zoo.common.ops.attention.cases import PagePlace
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, repeat
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.select import Functions
 from zoo.common.ops.sparse_attention.cases import PLACES, packed_rows, push
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -92,9 +93,9 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Heads of GLM-5.2 and fewer, one step and two over a head's width; whole numbers, whose order has no near ties."""
 
-    def run(provider: Provider, args: Args) -> Any:
+    def run(provider: Provider[Functions], args: Args) -> Any:
         q, weights, key = (args[name] for name in INPUTS)
-        return provider.function("forward")(q, weights, key, None, packed_rows(args, "q_RHE"), args["top_k"])
+        return provider.functions.forward(q, weights, key, None, packed_rows(args, "q_RHE"), args["top_k"])
 
     shapes = ((32, 128), (5, 40))
     return [

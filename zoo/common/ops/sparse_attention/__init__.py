@@ -6,7 +6,8 @@ DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,29 @@ def _cached(arguments: Arguments) -> dict[str, Cached]:
     return {"latent": Cached(arguments["latent"].rows)}
 
 
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   q_RHC, latent, page_table_NB, positions_RK, rows, values, scale
+    backward  grad_RHV, q_RHC, latent_RC, positions_RK, out_RHV, lse_RH, rows, scale
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Rows, int, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Rows, float], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.sparse_attention import backward, reference
+
+    return Functions(reference.sparse_attention, backward.sparse_attention_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.sparse_attention import backward, kernels
+
+    return Functions(kernels.sparse_attention, backward.sparse_attention_backward)
+
+
 CONTRACT = Contract(
     name="sparse_attention",
     version=1,
@@ -40,22 +64,8 @@ CONTRACT = Contract(
     launch="one pass over the whole list; heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at "
     "once; lanes without a position read nothing and change nothing",
     providers=(
-        Provider(
-            "reference",
-            "reference",
-            "cpu",
-            f"{__name__}.reference:sparse_attention",
-            f"{__name__}.backward:sparse_attention_backward",
-            defining=True,
-        ),
-        Provider(
-            "triton",
-            "list_tiles",
-            "cuda",
-            f"{__name__}.kernels:sparse_attention",
-            f"{__name__}.backward:sparse_attention_backward",
-            defining=True,
-        ),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "list_tiles", "cuda", _triton, defining=True),
     ),
     shape=_shape,
     history="latent",
@@ -76,18 +86,20 @@ class _SparseAttention(OpFunction):
         scale: float,
         provider: Provider,
     ) -> Tensor:
-        out, lse = provider.function("forward")(q, latent, table, positions, rows, values, scale)
+        out, lse = provider.functions.forward(q, latent, table, positions, rows, values, scale)
         if table is None:
             ctx.save_for_backward(q, latent, positions, out, lse)
         ctx.rows = rows
         ctx.scale = scale
-        ctx.provider = provider
+        ctx.functions = provider.functions
         return out
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grads = ctx.provider.function("backward")(grad, *ctx.saved_tensors, ctx.rows, ctx.scale)
+        functions: Functions = ctx.functions
+        q, latent, positions, out, lse = ctx.saved_tensors
+        grads = functions.backward(grad, q, latent, positions, out, lse, ctx.rows, ctx.scale)
         return *grads, None, None, None, None, None, None
 
 

@@ -13,6 +13,7 @@ from zoo.common.history import TokenRows
 from zoo.common.ops.attention.cases import PagePlace, empty_pages, laid_out, write, written
 from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat, starts_of
 from zoo.common.ops.contract import Provider
+from zoo.common.ops.sparse_attention import Functions
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.testing import (
@@ -158,9 +159,9 @@ def cases(program: Program) -> list[Case]:
 def products() -> list[Product]:
     """Widths of GLM-5.2 and narrow ones, over several tiles of a list."""
 
-    def run(provider: Provider, args: Args) -> Any:
+    def run(provider: Provider[Functions], args: Args) -> Any:
         operands = (args["q_RHC"], args["latent_RC"], None, args["positions_RK"], packed_rows(args, "q_RHC"))
-        return provider.function("forward")(*operands, args["values"], args["scale"])[0]
+        return provider.functions.forward(*operands, args["values"], args["scale"])[0]
 
     shapes = ((32, 576, 512), (3, 40, 32))
     return [

@@ -5,12 +5,37 @@ Sources: Shazeer 2020 (arXiv 2002.05202), section 2; the limit as DeepSeek-V4's 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
+
+
+class Functions(NamedTuple):
+    """What a provider brings.
+
+    forward   gate_up, limit
+    backward  grad, gate_up, limit
+    """
+
+    forward: Callable[[Tensor, float | None], Tensor]
+    backward: Callable[[Tensor, Tensor, float | None], Tensor]
+
+
+def _reference() -> Functions:
+    from zoo.common.ops.swiglu import reference
+
+    return Functions(reference.swiglu, reference.swiglu_backward)
+
+
+def _triton() -> Functions:
+    from zoo.common.ops.swiglu import kernels
+
+    return Functions(kernels.swiglu, kernels.swiglu_backward)
+
 
 CONTRACT = Contract(
     name="swiglu",
@@ -23,24 +48,26 @@ CONTRACT = Contract(
     backward="closed form in FP32, one rounding; zero where a limit cut",
     launch="blocks of columns by the width",
     providers=(
-        Provider("reference", "reference", "cpu", f"{__name__}.reference:swiglu", f"{__name__}.reference:swiglu_backward", defining=True),
-        Provider("triton", "single_round", "cuda", f"{__name__}.kernels:swiglu", f"{__name__}.kernels:swiglu_backward", defining=True),
+        Provider("reference", "reference", "cpu", _reference, defining=True),
+        Provider("triton", "single_round", "cuda", _triton, defining=True),
     ),
 )
 
 
 class _SwiGLU(OpFunction):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, limit: float | None, provider: Provider) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, limit: float | None, provider: Provider[Functions]) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.limit = limit
-        ctx.provider = provider
-        return provider.function("forward")(gate_up, limit=limit)
+        ctx.functions = provider.functions
+        return provider.functions.forward(gate_up, limit)
 
     @staticmethod
     @closed_form
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.provider.function("backward")(grad, *ctx.saved_tensors, limit=ctx.limit), None, None
+        functions: Functions = ctx.functions
+        (gate_up,) = ctx.saved_tensors
+        return functions.backward(grad, gate_up, ctx.limit), None, None
 
 
 @observed(CONTRACT)

@@ -106,7 +106,7 @@ def _gate_up(x_ptr, row, column, mask, row_stride, intermediate):
     return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + intermediate, mask=mask, other=0.0).to(tl.float32)
 
 
-def swiglu(gate_up: Tensor, pair_P: Tensor | None = None, limit: float | None = None) -> Tensor:
+def swiglu(gate_up: Tensor, limit: float | None = None, pair_P: Tensor | None = None) -> Tensor:
     """silu(gate) * up of [..., 2F], contiguous [..., F]; rows may be strided. Rows whose pair is negative are left as memory was."""
     intermediate = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], intermediate)
@@ -117,7 +117,7 @@ def swiglu(gate_up: Tensor, pair_P: Tensor | None = None, limit: float | None = 
     return y
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor, pair_P: Tensor | None = None, limit: float | None = None) -> Tensor:
+def swiglu_backward(grad: Tensor, gate_up: Tensor, limit: float | None = None, pair_P: Tensor | None = None) -> Tensor:
     """The gradient of gate and up together, [..., 2F]. Rows whose pair is negative are left as memory was."""
     intermediate = gate_up.shape[-1] // 2
     out = gate_up.new_empty(gate_up.shape)
