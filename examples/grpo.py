@@ -37,24 +37,6 @@ def even_tokens(record: Completion) -> float:
     return sum(token % 2 == 0 for token in record.output_ids) / len(record.output_ids)
 
 
-class Masters:
-    """FP32 copies of BF16 parameters. AdamW moves these: at a small learning rate a step is below a BF16 parameter's last bit."""
-
-    def __init__(self, model: ForRL, rate: float) -> None:
-        self.pairs = [(p, p.detach().float().requires_grad_()) for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW([master for _, master in self.pairs], lr=rate, weight_decay=0.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One step on the gradients of the parameters, which become the masters rounded to nearest even."""
-        for parameter, master in self.pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        self.optimizer.step()
-        for parameter, master in self.pairs:
-            parameter.copy_(master)
-
-
 def packed(records: Sequence[Completion], device: torch.device) -> tuple[Tensor, Tensor, list[slice]]:
     """Ids [R], cu_seqlens [N + 1], and the rows whose targets each record drew."""
     lengths = [len(r.prompt_ids) + len(r.output_ids) for r in records]
@@ -91,7 +73,7 @@ def train(
     """Yields a step's mean reward, differing bytes and loss."""
     params = params or SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
     engine = Engine(server, seed=seed)
-    masters = Masters(trainer, rate)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, weight_decay=0.0)
     device = next(trainer.parameters()).device
     for step in range(1, steps + 1):
         records = engine.generate(prompts, params, n=group)
@@ -105,7 +87,8 @@ def train(
         gained = advantages(rewards, group).to(device)
         loss = -torch.stack([scored[rows].mean() * gained[i] for i, rows in enumerate(drawn)]).mean()
         loss.backward()
-        masters.step()
+        optimizer.step()
+        optimizer.zero_grad()
         engine.update_weights(trainer.published_tensors(), version=f"step {step}")
         yield {"step": step, "reward": sum(rewards) / len(rewards), "differing_bytes": differing, "loss": float(loss.detach())}
 
@@ -121,7 +104,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or str(make_tiny("qwen3", Path(folder) / "tiny"))
-        trainer = zoo.load(model, role="rl", device=given.device)
+        trainer = zoo.load(model, role="rl", device=given.device, master_dtype=torch.float32)
         server = zoo.load(model, role="serving", device=given.device)
         assert isinstance(trainer, ForRL) and isinstance(server, ForServing)
         prompts = [[1, 40, 50, 60], [1, 7, 8, 9], [1, 300, 200, 100], [1, 11, 13, 17]]

@@ -107,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = chosen.model or make_tiny("qwen3", Path(work) / "tiny")
         out = Path(work) / "trained" if chosen.out is None else Path(chosen.out)
-        model = Qwen3ForRL.from_pretrained(folder)
+        model = Qwen3ForRL.from_pretrained(folder, master_dtype=torch.float32)
         trainer = trainer_of(model, folder, SENTENCES, Path(work) / "trl", max_steps=chosen.steps, disable_tqdm=True)
         trainer.train()
         model.save_pretrained(out)

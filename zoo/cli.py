@@ -48,6 +48,7 @@ def verify(
     layout: Annotated[str | None, typer.Option(help="parallel layout (not built yet)", show_default=False)] = None,
     engine: Annotated[str, typer.Option(help="embedded or sglang: who samples in rungs 4 and 5")] = "embedded",
     seed: Annotated[int, typer.Option(help="seed of random weights")] = 0,
+    masters: Annotated[bool, typer.Option(help="with rung 5 the trainer's parameters are FP32 masters; without, BF16 ones")] = True,
     json_file: Json = None,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML page", show_default=False)] = None,
     reproduction: Annotated[
@@ -59,7 +60,7 @@ def verify(
     from zoo.verify.asked import Asked, lengths_of, rungs_of
 
     chosen = rungs_of(rungs)
-    asked = Asked(arch, checkpoint, revision, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store)
+    asked = Asked(arch, checkpoint, revision, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store, masters)
     from zoo.verify.run import verify as climb  # torch, which takes seconds
 
     result = climb(asked, Terminal(), json_file, report, reproduction)

@@ -253,28 +253,31 @@ def test_lengths_are_checked_before_models_are_built(
         ("3", (2, 0), "the weights of trainer and server take"),
         ("1-3", (2, 2), "the weights of trainer and server and all gradients twice take"),
         ("4", (3, 0), "the weights of trainer and server and of the scoring process take"),
-        ("1-5", (3, 3), "of the scoring process, all gradients and AdamW's two averages take"),
+        ("1-5 --no-masters", (3, 3), "of the scoring process, all gradients and AdamW's two averages take"),
+        ("1-5", (3, 3), "with FP32 masters, and server and of the scoring process, all gradients and AdamW's two averages take"),
     ],
 )
 @pytest.mark.parametrize("arch", ["qwen3", "glm5"])
 def test_what_can_t_fit_is_refused_before_models_are_built(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arch: str, rungs: str, copies: tuple[int, int], what: str
 ) -> None:
-    trainer = build(arch, checkpoint=None, device="cpu").trainer
-    sizes = [p.nbytes for p in trainer.parameters()], [p.nbytes for p in trainer.parameters() if p.requires_grad]
+    plain = build(arch, checkpoint=None, device="cpu").trainer
+    trainer = build(arch, checkpoint=None, device="cpu", masters=rungs == "1-5").trainer
+    sizes = [p.nbytes for p in plain.parameters()], [p.nbytes for p in trainer.parameters() if p.requires_grad]
     need = sum(count * sum(of) for count, of in zip(copies, sizes))
+    need += sum(p.nbytes for old, p in zip(plain.parameters(), trainer.parameters()) if p.dtype != old.dtype)
 
     def built(*_: object, **__: object) -> None:
         raise ValueError("built")
 
     monkeypatch.setattr("zoo.verify.run.build", built)
     monkeypatch.setattr("zoo.verify.room.free", lambda device: need - 1)
-    assert cli("verify", arch, "--device", "cpu", "--rungs", rungs) == 2
+    assert cli("verify", arch, "--device", "cpu", "--rungs", *rungs.split()) == 2
     said = capsys.readouterr().err
     assert f"{what} {need:,} bytes, {need - 1:,} are free on cpu; " in said and said.count("\n") == 1
     for room in (need, None):  # the controls: what just fits, and a system that doesn't say
         monkeypatch.setattr("zoo.verify.room.free", lambda device, room=room: room)
-        assert cli("verify", arch, "--device", "cpu", "--rungs", rungs) == 2
+        assert cli("verify", arch, "--device", "cpu", "--rungs", *rungs.split()) == 2
         assert capsys.readouterr().err == "error: built\n"
 
 

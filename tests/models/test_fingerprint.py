@@ -93,21 +93,21 @@ def test_the_weights_hash_is_that_of_the_published_tensors_one_by_one() -> None:
     for entry, piece in TABLE.pieces():
         tensor = piece.of(held[entry.ours])
         parts.append((piece.published, "torch.bfloat16", tuple(tensor.shape), int(checksums(tensor.reshape(1, tensor.shape[0], -1)))))
-    assert len(parts) == 2 + 6 + 1 and weights_hash(held, TABLE) == content_hash(parts)
+    assert len(parts) == 2 + 6 + 1 and weights_hash(held.__getitem__, TABLE) == content_hash(parts)
 
 
 def test_the_weights_hash_sees_the_dtype_each_bit_and_each_place() -> None:
-    seen = {weights_hash(parameters(torch.bfloat16), TABLE), weights_hash(parameters(torch.float16), TABLE)}
+    seen = {weights_hash(parameters(torch.bfloat16).__getitem__, TABLE), weights_hash(parameters(torch.float16).__getitem__, TABLE)}
     assert len(seen) == 2
     for name, whole in parameters(torch.bfloat16).items():
         for place in range(whole.numel()):
             held = parameters(torch.bfloat16)
             held[name].view(torch.int16).view(-1)[place] ^= 1
-            seen.add(weights_hash(held, TABLE))
+            seen.add(weights_hash(held.__getitem__, TABLE))
     assert len(seen) == 2 + 18 + 36 + 5
     swapped = parameters(torch.bfloat16)
     swapped["experts"] = swapped["experts"][[1, 0, 2]]
-    assert weights_hash(swapped, TABLE) not in seen
+    assert weights_hash(swapped.__getitem__, TABLE) not in seen
 
 
 def test_the_weights_hash_takes_the_text_models_names() -> None:
@@ -117,8 +117,10 @@ def test_the_weights_hash_takes_the_text_models_names() -> None:
         for entry in TABLE.entries
     )
     held = parameters(torch.bfloat16)
-    assert weights_hash(held, WeightTable(inside, carried=(), prefix=("model.text.", ""))) == weights_hash(held, TABLE)
-    assert weights_hash(held, WeightTable(inside, carried=())) != weights_hash(held, TABLE)
+    assert weights_hash(held.__getitem__, WeightTable(inside, carried=(), prefix=("model.text.", ""))) == weights_hash(
+        held.__getitem__, TABLE
+    )
+    assert weights_hash(held.__getitem__, WeightTable(inside, carried=())) != weights_hash(held.__getitem__, TABLE)
 
 
 def test_the_vocabulary_head_is_among_the_products_that_are_qualified() -> None:

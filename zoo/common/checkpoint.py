@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,17 +243,31 @@ def check_alias(name: str, tensor: Tensor, tied: Tensor, ours: str) -> None:
 
 @torch.no_grad()
 def save(
-    module: nn.Module, table: WeightTable, config: dict[str, Any], path: str | Path, source: Checkpoint | None, shard_bytes: int
+    read: Callable[[str], Tensor],
+    table: WeightTable,
+    usual: torch.dtype,
+    config: dict[str, Any],
+    path: str | Path,
+    source: Checkpoint | None,
+    shard_bytes: int,
+    *,
+    masters: bool = False,
 ) -> None:
-    """Writes a checkpoint: as `source` was when the module was loaded from one, else shards of at most `shard_bytes`."""
-    parameters = _parameters(module)
+    """Writes a checkpoint: as `source` was when the module was loaded from one, else shards of at most `shard_bytes`.
+
+    `read`: our name of a parameter -> it as it is written. `usual`: the program's dtype. With `masters` it gives those as they are.
+    """
+
+    def written(entry: Entry) -> torch.dtype:
+        return entry.held(usual) if masters else entry.stored(usual)
+
     if source is None:
         places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
-        specs = [(name, entry.stored(parameters[entry.ours].dtype), piece.shape) for name, (entry, piece) in places.items()]
+        specs = [(name, written(entry), piece.shape) for name, (entry, piece) in places.items()]
 
         def published(name: str) -> Tensor:
             entry, piece = places[name]
-            return entry.publish(piece.of(parameters[entry.ours]))
+            return piece.of(read(entry.ours))
 
         with fresh_folder(path) as folder:
             fields = _with_dtype(config, [dtype for _, dtype, _ in specs])
@@ -270,14 +284,16 @@ def save(
         if name not in match.places:
             return stored[name].read()
         entry, piece = match.places[name]
-        return entry.publish(piece.of(parameters[entry.ours])).to(dtypes[name])
+        return piece.of(read(entry.ours)).to(dtypes[name])
 
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
     for name, (entry, piece) in match.places.items():
-        ours = entry.publish(piece.of(parameters[entry.ours]))
         # an FP32 parameter that was stored narrower goes back narrower only while that loses nothing
-        if not (entry.widens and torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours)):
-            dtypes[name] = ours.dtype
+        if entry.codec is None and entry.widens and dtypes[name] != written(entry):
+            ours = piece.of(read(entry.ours))
+            if torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours):
+                continue
+        dtypes[name] = written(entry)
     with fresh_folder(path) as folder:
         for name, file in source.files.items():
             file.write(folder / name)

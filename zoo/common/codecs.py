@@ -37,6 +37,9 @@ class Codec(Protocol):
     def block(self, dims: int, dim: int) -> int:
         """How many elements of values of `dims` dimensions share, along dimension `dim`, one element of what is beside them."""
 
+    def compute(self, values: Tensor, out: Tensor) -> None:
+        """Writes `decode(*encode(values))` into `out`, rounded to its dtype: what is computed with of a master."""
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -54,6 +57,10 @@ class Rounded:
 
     def block(self, dims: int, dim: int) -> int:
         return 1
+
+    def compute(self, values: Tensor, out: Tensor) -> None:
+        assert out.dtype == self.stored, f"{self.stored} is computed with, not {out.dtype}"
+        out.copy_(values)  # the one rounding
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,9 @@ class BlockScaled:
 
     def block(self, dims: int, dim: int) -> int:
         return {dims - 2: self.rows, dims - 1: self.columns}.get(dim, 1)
+
+    def compute(self, values: Tensor, out: Tensor) -> None:
+        out.copy_(self.decode(*self.encode(values)))
 
     def _spread(self, scales: Tensor, like: Tensor) -> Tensor:
         """Each element's scale."""

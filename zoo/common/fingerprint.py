@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,15 +76,18 @@ def content_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> st
     return digest.hexdigest()[:32]
 
 
-def weights_hash(parameters: dict[str, Tensor], table: WeightTable) -> str:
-    """Content hash of a module's parameters in canonical names, default layout; one copy back to the host."""
+def weights_hash(published: Callable[[str], Tensor], table: WeightTable) -> str:
+    """Content hash of a module's weights in canonical names, default layout; one copy back to the host.
+
+    `published`: our name of a parameter -> it, whole, as it is published. It is asked for one after another, each once or twice.
+    """
     groups: dict[tuple[str, bool, int, tuple[int, ...]], list[tuple[Entry, Piece]]] = defaultdict(list)
     for entry, piece in table.pieces():
         groups[entry.ours, piece.expert is not None, piece.start, piece.shape].append((entry, piece))
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     sums = []
     for (ours, stacked, start, shape), members in groups.items():
-        parameter = members[0][0].publish(parameters[ours])
+        parameter = published(ours)
         rows_XR = parameter[:, start : start + shape[0]] if stacked else parameter[None, start : start + shape[0]]
         if stacked and [piece.expert for _, piece in members] != list(range(parameter.shape[0])):
             rows_XR = rows_XR[torch.tensor([piece.expert for _, piece in members], device=rows_XR.device)]
@@ -106,7 +109,7 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _head_shapes_of(module: nn.Module) -> set[tuple[int, ...]]:
-    vocabulary, hidden = module.get_submodule("model").head_weight_VD.shape  # type: ignore[union-attr,misc]
+    vocabulary, hidden = module.get_submodule("model").vocabulary_head.weight.shape  # type: ignore[union-attr,misc]
     return head_shapes(int(vocabulary), int(hidden))
 
 

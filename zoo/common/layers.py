@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
+from zoo.common.masters import computed
 from zoo.common.program import Program, split_k
 
 
@@ -18,7 +19,7 @@ class Embedding(nn.Module):
         self.program = program
 
     def forward(self, ids_R: Tensor) -> Tensor:
-        return ops.embed(ids_R, self.weight, program=self.program)
+        return ops.embed(ids_R, computed(self), program=self.program)
 
 
 class Linear(nn.Module):
@@ -32,7 +33,7 @@ class Linear(nn.Module):
         self.k_parts = k_parts
 
     def forward(self, x_RK: Tensor) -> Tensor:
-        return ops.linear(x_RK, self.weight, program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
+        return ops.linear(x_RK, computed(self), program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
 
 
 def logits(inputs: int, outputs: int, program: Program) -> Linear:
@@ -51,10 +52,11 @@ class RMSNorm(nn.Module):
         self.zero_centred = zero_centred
 
     def forward(self, residual_RD: Tensor, branch_RD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weight_D = computed(self)
         if branch_RD is None:
-            normed = ops.rms_norm(residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+            normed = ops.rms_norm(residual_RD, weight_D, self.eps, program=self.program, zero_centred=self.zero_centred)
             return normed, residual_RD
-        return ops.add_rms_norm(branch_RD, residual_RD, self.weight, self.eps, program=self.program, zero_centred=self.zero_centred)
+        return ops.add_rms_norm(branch_RD, residual_RD, weight_D, self.eps, program=self.program, zero_centred=self.zero_centred)
 
 
 class GatedMLP(nn.Module):
@@ -80,7 +82,7 @@ class Experts(nn.Module):
         self.program = program
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
-        slots_RKD = ops.experts(x_RD, experts_RK, self.gate_up, self.down, program=self.program)
+        slots_RKD = ops.experts(x_RD, experts_RK, computed(self, "gate_up"), computed(self, "down"), program=self.program)
         return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
 
 
@@ -133,8 +135,8 @@ class HeadNormRope(nn.Module):
     def forward(self, qkv_RC: Tensor, rotary: RotaryTable, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.norm_rope(
             qkv_RC,
-            self.q,
-            self.k,
+            computed(self, "q"),
+            computed(self, "k"),
             rotary.on(qkv_RC.device),
             positions_R,
             heads=self.heads,

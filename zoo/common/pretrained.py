@@ -20,6 +20,7 @@ from zoo.common.ends import end_tokens, read_generation
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import Embedding, RotaryTable
+from zoo.common.masters import Held, held_beside, hold
 from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
@@ -56,6 +57,8 @@ class Pretrained(nn.Module):
     _hash: tuple[int, list[Seen], str] | None = None
     _changes: int = 0
     _places: list[tuple[str, dict[str, Any], str, torch.dtype]] | None = None
+    _masters: torch.dtype | None = None
+    _beside: dict[str, Held] | None = None
 
     def __init__(self, config: Any, program: Program) -> None:
         """Parameters of the family's model, not filled; also on the meta device."""
@@ -118,12 +121,36 @@ class Pretrained(nn.Module):
                 f"PyTorch may round the operands of FP32 products to {products.fp32_precision} (torch.set_float32_matmul_precision, or "
                 'fp32_precision of its backends), which moves bytes on a CPU: set "highest"'
             )
+        masters = self._held
+        sharded = bool(masters) and bool(self._units())
         for full, owner, name, wanted in self._places:
             parameter = owner.get(name)
-            if parameter is not None and parameter.dtype is not wanted:
-                raise ValueError(
-                    f"{full} is {parameter.dtype}, program {self.program.name!r} needs {wanted}: no model is converted after loading"
-                )
+            if parameter is None or parameter.dtype is wanted:
+                continue
+            # a policy of FSDP2 rounds masters where it gathers them
+            if sharded and full in masters and parameter.dtype is masters[full].dtype and not hasattr(parameter, "full_tensor"):
+                continue
+            what = " masters" if full in masters else ""
+            raise ValueError(
+                f"{full} is {parameter.dtype}, program {self.program.name!r} needs {wanted}{what}: no model is converted after loading"
+            )
+        for held in masters.values():
+            if held.kept is sharded:
+                held.keep(not sharded)
+
+    def _units(self) -> list[tuple[str, Any]]:
+        """The modules that FSDP2 shards, by name."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import: where nobody did, nothing is sharded
+        return [] if fsdp is None else [(name, unit) for name, unit in self.named_modules() if isinstance(unit, fsdp.FSDPModule)]
+
+    @property
+    def _held(self) -> dict[str, Held]:
+        """What is held beside masters, by the master's name."""
+        if self._masters is None:
+            return {}
+        if self._beside is None:
+            self._beside = held_beside(self)
+        return self._beside
 
     @classmethod
     def from_pretrained(
@@ -134,6 +161,7 @@ class Pretrained(nn.Module):
         device: torch.device | str | None = None,
         revision: str | None = None,
         program: str = "aligned",
+        master_dtype: torch.dtype | str | None = None,
         layout: object | None = None,
         lora: object | None = None,
     ) -> Self:
@@ -141,6 +169,10 @@ class Pretrained(nn.Module):
 
         Everything that headers can tell is checked before any weight is read. ValueError in one sentence for a checkpoint that
         is incomplete, contradictory, of another geometry or dtype, or holds a NaN. `dtype` rounds stored weights once.
+
+        `master_dtype=torch.float32`, of a trainer: parameters are FP32, as a checkpoint of masters or of rounded weights has them,
+        and the program computes with their rounding, which is what is published. No byte depends on it that does not depend on
+        the rounded weights.
         """
         _not_built(layout=layout, lora=lora)
         dtype = parse_dtype(dtype)
@@ -150,8 +182,13 @@ class Pretrained(nn.Module):
         match = source.match(table)
         ends = end_tokens(config, read_generation(source.folder))
         where = _device(device)
-        chosen = resolve(program, where, dtype or source.main_dtype(match), cls.family.contributors)
-        module = cls._on_meta(config, chosen)
+        masters = cls._master_dtype(master_dtype)
+        stored = source.main_dtype(match)
+        usual = dtype or (torch.bfloat16 if stored == masters else stored)  # a checkpoint of masters
+        chosen = resolve(program, where, usual, cls.family.contributors)
+        module = cls._on_meta(config, chosen, masters)
+        if masters is not None:
+            match = source.match(module.table_of())
         files.check_dtypes(source, match, module, convert=dtype is not None)
         module._allocate(where)
         files.fill(module, source, match)
@@ -168,29 +205,36 @@ class Pretrained(nn.Module):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         program: str = "aligned",
+        master_dtype: torch.dtype | str | None = None,
         layout: object | None = None,
     ) -> Self:
-        """Random weights of realistic scale: the same bytes for the same seed on every device."""
+        """Random weights of realistic scale: the same bytes for the same seed on every device. `master_dtype` as in from_pretrained."""
         _not_built(layout=layout)
         dtype = parse_dtype(dtype)
         where = _device(device)
         usual = torch.float32 if program == "transformers" else torch.bfloat16
-        module = cls._on_meta(config, resolve(program, where, dtype or usual, cls.family.contributors))
+        chosen = resolve(program, where, dtype or usual, cls.family.contributors)
+        module = cls._on_meta(config, chosen, cls._master_dtype(master_dtype))
         module._allocate(where)
-        table = cls.family.table(config)
+        table = module.table_of()
         parameters = dict(module.named_parameters())
         for entry, piece in table.pieces():
             draw_piece(piece, piece.of(parameters[entry.ours]), seed, table, entry, cls.family.recipe)
         return module
 
-    def save_pretrained(self, path: str | Path, *, shard_bytes: int = files.SHARD_BYTES) -> None:
+    def save_pretrained(self, path: str | Path, *, shard_bytes: int = files.SHARD_BYTES, masters: bool = False) -> None:
         """Writes a published-format folder, byte for byte as loaded where nothing was trained. ValueError if `path` is not empty.
 
         The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
+        With `masters` it has FP32 masters as they are, which `from_pretrained(..., master_dtype=torch.float32)` takes up again,
+        and not what is published of them; ValueError for a model without any.
         """
         self._whole()
         files.check_shard_bytes(shard_bytes)
-        files.save(self, self.table_of(), self.config.to_hf(), path, self._source, shard_bytes)
+        if masters and self._masters is None:
+            raise ValueError(f"masters=True, but this {type(self).__name__} was loaded without master_dtype=torch.float32")
+        read = self._reader(masters=masters)
+        files.save(read, self.table_of(), self.program.torch_dtype, self.config.to_hf(), path, self._source, shard_bytes, masters=masters)
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> None:
@@ -265,14 +309,31 @@ class Pretrained(nn.Module):
         A tensor is a view of its parameter, or of a master what is published of it. Without `aliases` a tied weight comes once, as
         SGLang wants it.
         """
-        parameters = self._whole()
+        self._whole()
+        read = self._reader()
         pieces = ((entry, piece) for entry, piece in self.table_of().pieces() if aliases or not entry.optional_alias)
-        return ((piece.published, entry.publish(piece.of(parameters[entry.ours]).detach())) for entry, piece in pieces)
+        return ((piece.published, piece.of(read(entry.ours))) for entry, piece in pieces)
+
+    def _reader(self, *, masters: bool = False) -> Callable[[str], Tensor]:
+        """Our name of a parameter -> it as it is published, or as a master is; a later write may show in it or not."""
+        parameters = dict(self.named_parameters())
+        entries = self.table_of().parameters
+        held = self._held
+
+        def read(name: str) -> Tensor:
+            parameter = parameters[name]
+            if masters:
+                return parameter.detach()
+            return held[name].published(parameter) if name in held else entries[name].publish(parameter.detach())
+
+        return read
 
     def weights_changed(self) -> None:
-        """Forgets the cached content hash of frozen weights, after a write that torch doesn't count: through `.data`, a CUDA
-        graph replay, or another tensor that shares their storage."""
+        """Forgets the cached content hash of frozen weights and what is held beside masters, after a write that torch doesn't count:
+        through `.data`, a CUDA graph replay, or another tensor that shares their storage."""
         self._changes += 1
+        for held in self._held.values():
+            held.forget()
 
     @property
     def weights_version(self) -> str:
@@ -283,7 +344,7 @@ class Pretrained(nn.Module):
         if self._hash is not None and countable and self._hash[0] == self._changes and _unwritten(self._hash[1], parameters.values()):
             return self._hash[2]
         seen = [(weakref.ref(p), p.data_ptr(), p._version) for p in parameters.values()] if countable else []
-        found = weights_hash({name: p.detach() for name, p in parameters.items()}, self.table_of())
+        found = weights_hash(self._reader(), self.table_of())
         self._hash = (self._changes, seen, found) if countable else None
         return found
 
@@ -306,13 +367,35 @@ class Pretrained(nn.Module):
         return parameters
 
     def table_of(self) -> WeightTable:
-        return self.family.table(self.config)
+        table = self.family.table(self.config)
+        return table if self._masters is None else table.with_masters(self._masters, self.program.torch_dtype)
 
     @classmethod
-    def _on_meta(cls, config: Any, program: Program) -> Self:
+    def _master_dtype(cls, given: torch.dtype | str | None) -> torch.dtype | None:
+        """ValueError for another dtype of masters than FP32, or for a class that trains nothing."""
+        masters = parse_dtype(given)
+        if masters is not None and masters != torch.float32:
+            raise ValueError(f"master_dtype={masters} is not supported, only torch.float32")
+        if masters is not None and not cls.trainable:
+            raise ValueError(f"{cls.__name__} trains nothing: master_dtype is a trainer's, role='rl'")
+        return masters
+
+    @classmethod
+    def _on_meta(cls, config: Any, program: Program, masters: torch.dtype | None = None) -> Self:
+        if masters is not None and program.torch_dtype == masters:
+            raise ValueError(f"program {program.name!r} computes in {masters}: its parameters are masters already, leave master_dtype out")
         with torch.device("meta"):
             module = cls(config, program)
-        table = cls.family.table(config)
+        if masters is not None:
+            module._masters = masters
+            entries = module.table_of().parameters
+            for path, part in module.named_modules():
+                for name, parameter in list(part._parameters.items()):
+                    codec = entries[f"{path}.{name}".removeprefix(".")].codec
+                    if parameter is not None and codec is not None and codec.held != codec.stored:
+                        part._parameters[name] = nn.Parameter(torch.empty_like(parameter, dtype=codec.held))
+                        hold(part, name, codec, program.torch_dtype)
+        table = module.table_of()
         parameters = dict(module.named_parameters())
         covered = dict.fromkeys(parameters, 0)
         for entry, piece in table.pieces():

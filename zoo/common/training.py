@@ -177,11 +177,15 @@ class ForRL(Pretrained, nn.Module):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
 
     def sharding_units(self) -> list[nn.Module]:
-        """What to give to FSDP2's `fully_shard`, in this order: modules with FP32 parameters of their own, the layers, the model.
+        """What to give to FSDP2's `fully_shard`, in this order: modules with parameters that are FP32 in every program, the layers,
+        the model.
 
-        FSDP2 wants parameters of one dtype in a unit. FP32 ones take no mixed-precision policy; the others need none.
+        FSDP2 wants parameters of one dtype in a unit. The first take no mixed-precision policy. The others need none; with FP32
+        masters one with `param_dtype` of the program's dtype gathers half the bytes, and rounds as the program does.
         """
-        wide = [m for m in self.modules() if any(p.dtype != self.program.torch_dtype for p in m.parameters(recurse=False))]
+        usual = self.program.torch_dtype
+        own = {name for name, entry in self.table_of().parameters.items() if entry.fixed and entry.held(usual) != usual}
+        wide = [m for path, m in self.named_modules() if any(f"{path}.{name}".removeprefix(".") in own for name in m._parameters)]
         return [*wide, *self.model.get_submodule("layers").children(), self]
 
     def check_arithmetic(self) -> None:
@@ -190,13 +194,8 @@ class ForRL(Pretrained, nn.Module):
         What it casts on the way in, parameters and arguments, each op refuses: this cast alone comes behind the last of them.
         """
         super().check_arithmetic()
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes long to import: where nobody did, nothing is sharded
-        if fsdp is None:
-            return
-        for name, unit in self.named_modules():
-            if not isinstance(unit, fsdp.FSDPModule):
-                continue
-            dtype = fsdp.fully_shard.state(unit)._mp_policy.output_dtype
+        for name, unit in self._units():
+            dtype = sys.modules["torch.distributed.fsdp"].fully_shard.state(unit)._mp_policy.output_dtype
             if dtype is not None and (unit is self or dtype != self.program.torch_dtype):
                 what = "what the model returns, FP32 log-probabilities among it" if unit is self else f"what {name} hands on"
                 raise ValueError(

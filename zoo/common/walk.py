@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.common.layers import Embedding, RMSNorm, RotaryTable
+from zoo.common.masters import computed
 from zoo.common.rows import Rows
 
 
@@ -42,9 +43,14 @@ class CausalModel(nn.Module):
         return self.norm(carry.residual_RD, carry.branch_RD)[0]
 
     @property
+    def vocabulary_head(self) -> Embedding:
+        """The embedding, where the two are tied."""
+        return self.embed if "head" not in self._modules else self.head
+
+    @property
     def head_weight_VD(self) -> Tensor:
-        """The vocabulary head, which is the embedding where the two are tied."""
-        return self.embed.weight if "head" not in self._modules else self.head.weight
+        """What the vocabulary head computes with."""
+        return computed(self.vocabulary_head)
 
 
 def walk(model: CausalModel, ids_R: Tensor, rows: Rows, views: Sequence[Any], *, recompute: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zoo.common.codecs import BlockScaled, Codec
+from zoo.common.codecs import BlockScaled, Codec, Rounded
 from zoo.common.layout import Layout
 
 
@@ -265,6 +265,12 @@ class WeightTable:
     def known(self) -> dict[str, tuple[Entry, tuple[Piece, ...], Piece]]:
         """Every published name of a parameter: its entry, the layout that has it, and its piece. Not to be changed."""
         return {p.published: (entry, layout, p) for entry in self.entries for layout in entry.layouts for p in layout}
+
+    def with_masters(self, held: torch.dtype, usual: torch.dtype) -> WeightTable:
+        """The same where every parameter of the program's dtype, `usual`, is a master in `held`; those of a dtype of their own stay."""
+        codec = Rounded(usual, held)
+        plain = [entry.dtype is None and entry.codec is None for entry in self.entries]
+        return replace(self, entries=tuple(replace(e, codec=codec) if own else e for e, own in zip(self.entries, plain, strict=True)))
 
     def local(self, layout: Layout, ranks: Mapping[str, int]) -> WeightTable:
         """The table of one rank: the same parameters, each filled with the rank's part of what is published.

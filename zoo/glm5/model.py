@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable, logits
+from zoo.common.masters import computed
 from zoo.common.memory import LatentMemory
 from zoo.common.ops.biased_route import Choice
 from zoo.common.program import Program, split_k
@@ -37,7 +38,7 @@ class LayerNorm(nn.Module):
         self.program = program
 
     def forward(self, x_RE: Tensor) -> Tensor:
-        return ops.layer_norm(x_RE, self.weight, self.bias, LATENT_EPS, program=self.program)
+        return ops.layer_norm(x_RE, computed(self), computed(self, "bias"), LATENT_EPS, program=self.program)
 
 
 class Indexer(nn.Module):
@@ -116,7 +117,7 @@ class LatentAttention(nn.Module):
         latents = memory.append(torch.cat([latent_RC, key_rope_R1C[:, 0]], 1), rows)
         q_RHE = self.query_up(query_RC).unflatten(1, (self.heads, self.nope_dim + self.rope_dim))
         nope_RHE, rope_RHE = q_RHE.split((self.nope_dim, self.rope_dim), dim=2)
-        up_HEC = self.latent_up.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        up_HEC = computed(self, "latent_up").unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         key_up, value_up = up_HEC.split((self.nope_dim, self.value_dim), dim=1)
         absorbed_RHC = ops.head_linear(nope_RHE, key_up.transpose(1, 2), program=self.program)
         turned_RHE = ops.rope(rope_RHE, table, rows.positions_R, program=self.program, neighbours=True)

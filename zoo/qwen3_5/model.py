@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zoo.common import ops
 from zoo.common.layers import Embedding, Experts, GatedMLP, HeadNormRope, Linear, RMSNorm, RotaryTable, logits
+from zoo.common.masters import computed
 from zoo.common.memory import DeltaMemory, KeyValueMemory
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -95,7 +96,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaMemory, rotary: RotaryTable) -> Tensor:
         qkv_RC, z_RC, b_RV, a_RV = self.qkvzba(x_RD).split(self.widths, dim=1)
-        mixed_RC = ops.causal_conv(qkv_RC, self.conv.squeeze(1), memory.carry, rows, program=self.program)
+        mixed_RC = ops.causal_conv(qkv_RC, computed(self, "conv").squeeze(1), memory.carry, rows, program=self.program)
         keys = 2 * self.key_heads * self.key_dim
         qk_RHK = ops.l2_norm(mixed_RC[:, :keys].unflatten(1, (2 * self.key_heads, self.key_dim)), program=self.program)
         q_RHK, k_RHK = qk_RHK.split(self.key_heads, dim=1)

@@ -33,6 +33,12 @@ class Asked:
     engine: str
     seed: int
     store: Path | None
+    masters: bool = True
+
+    @property
+    def trains_masters(self) -> bool:
+        """Whether the trainer's parameters are FP32 masters: rung 5 takes optimizer steps."""
+        return self.masters and 5 in self.rungs
 
     def __post_init__(self) -> None:
         family, _ = find(self.arch)

@@ -23,8 +23,8 @@ from zoo.verify.ways import Seen
 
 REFERENCE = "the packed batch of training"
 SILENT = Tap()
-# AdamW's step: smaller ones are rounded away from BF16 weights; but every input of a row moves its sum, so that one which suits a
-# tiny model's width makes nearly every token of a wide one certain, and comparisons empty
+# AdamW's step: few smaller ones would move a BF16 weight, or what is rounded of a master; but every input of a row moves its sum, so
+# that one which suits a tiny model's width makes nearly every token of a wide one certain, and comparisons empty
 RATE = 1e-3
 SMALL_WIDTH = 128
 Way = Callable[[Tap], Iterator[Seen]]

@@ -11,25 +11,31 @@ from zoo.common.program import resolve
 from zoo.common.registry import model_class
 
 
-def needed(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str) -> tuple[int, str]:
+def needed(
+    fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str, *, masters: bool = False
+) -> tuple[int, str]:
     """Bytes that the rung which holds most has on the device at once, and of what: weights, gradients, averages.
 
-    Activations and caches are not counted, so that nothing is refused which fits. Nothing is allocated.
+    With `masters` the trainer's parameters are FP32, and what is rounded of them lies beside. Activations and caches are not counted,
+    so that nothing is refused which fits. Nothing is allocated.
     """
     made = model_class(fields, "rl")
     with torch.device("meta"):
         trainer = made(config, resolve("aligned", device, torch.bfloat16, made.family.contributors))
     table = trainer.table_of()
+    if masters:
+        table = table.with_masters(torch.float32, trainer.program.torch_dtype)
     weights = sum(p.nbytes for p in trainer.parameters())
-    gradients = sum(p.nbytes for name, p in trainer.named_parameters() if table.parameters[name].trainable)
-    both = "the weights of trainer and server"
-    once = 2 * weights
+    widths = {name: table.parameters[name].held(p.dtype).itemsize * p.numel() for name, p in trainer.named_parameters()}
+    gradients = sum(size for name, size in widths.items() if table.parameters[name].trainable)
+    both = "the weights of trainer, with FP32 masters, and server" if masters else "the weights of trainer and server"
+    once = 2 * weights + (sum(size for name, size in widths.items() if table.parameters[name].codec) if masters else 0)
     held = {3: (once, both)}
     # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie
     twice, times = (2, " twice") if device == "cpu" else (1, "")
     held |= dict.fromkeys((1, 2), (once + twice * gradients, f"{both} and all gradients{times}"))
     live = once + (2 if engine == "sglang" else 1) * weights
-    scored = "the weights of trainer, server, SGLang and scoring process" if engine == "sglang" else f"{both} and of the scoring process"
+    scored = f"{both}, of SGLang and of the scoring process" if engine == "sglang" else f"{both} and of the scoring process"
     held |= {4: (live, scored), 5: (live + 3 * gradients, f"{scored}, all gradients and AdamW's two averages")}
     return max(held[rung] for rung in rungs)
 
@@ -44,11 +50,10 @@ def free(device: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def check_room(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str) -> None:
+def check_room(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str, *, masters: bool = False) -> None:
     """ValueError naming both numbers if the climb can't fit."""
     room = free(device)
-    need, what = needed(fields, config, device, rungs, engine)
+    need, what = needed(fields, config, device, rungs, engine, masters=masters)
     if room is not None and need > room:
-        raise ValueError(
-            f"{what} take {need:,} bytes, {room:,} are free on {device}; fewer --layers of random weights or --rungs 3 take less"
-        )
+        less = "fewer --layers of random weights, --no-masters or --rungs 3" if masters else "fewer --layers of random weights or --rungs 3"
+        raise ValueError(f"{what} take {need:,} bytes, {room:,} are free on {device}; {less} take less")

@@ -52,7 +52,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
     config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers, asked.revision)
     if asked.lengths is not None:
         check_lengths(asked.lengths, config.positions)
-    check_room(fields, config, device, asked.rungs, asked.engine)
+    check_room(fields, config, device, asked.rungs, asked.engine, masters=asked.trains_masters)
     if asked.store is not None:
         verdicts.use(asked.store)
     with console.status("building") as status:
@@ -69,6 +69,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
             size=asked.size,
             layers=asked.layers,
             seed=asked.seed,
+            masters=asked.trains_masters,
             say=say,
         )
         settings = settings_for(subject, asked.lengths)

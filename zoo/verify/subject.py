@@ -128,28 +128,33 @@ def build(
     size: str | None = None,
     layers: int | None = None,
     seed: int = 0,
+    masters: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
-    """Both models, from a checkpoint or from random weights. ValueError for whatever the user got wrong."""
+    """Both models, from a checkpoint or from random weights; with `masters` the trainer's parameters are FP32.
+
+    ValueError for whatever the user got wrong.
+    """
     _, fields = geometry(arch, checkpoint, size, layers, revision)
     source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint), "revision": revision}
     made = []
     for role in ("rl", "serving"):
         say(f"building the {'trainer' if role == 'rl' else 'server'}")
-        made.append(load(source, role, device))
+        made.append(load(source, role, device, torch.float32 if masters and role == "rl" else None))
     trainer, server = made
     assert isinstance(trainer, ForRL) and isinstance(server, ForServing)
     return Subject(arch, trainer, server, source)
 
 
-def load(source: dict[str, Any], role: str, device: str | None) -> Any:
+def load(source: dict[str, Any], role: str, device: str | None, master_dtype: torch.dtype | None = None) -> Any:
     """A model from a subject's source, in this process or another."""
     if "checkpoint" in source:
         from zoo import load as load_checkpoint
 
-        return load_checkpoint(source["checkpoint"], role=role, device=device, revision=source.get("revision"))
+        return load_checkpoint(source["checkpoint"], role=role, device=device, revision=source.get("revision"), master_dtype=master_dtype)
     made = model_class(source["config"], role)
-    return made.from_config(made.family.config.from_hf(source["config"]), seed=source["seed"], device=device)
+    config = made.family.config.from_hf(source["config"])
+    return made.from_config(config, seed=source["seed"], device=device, master_dtype=master_dtype)
 
 
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:

@@ -12,6 +12,7 @@ from toy.recall import recall
 from toy.weights import BLOCKS
 from zoo.common import ops
 from zoo.common.layers import Embedding, Linear, RMSNorm, RotaryTable
+from zoo.common.masters import computed
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 from zoo.common.walk import Branched, CausalModel
@@ -54,7 +55,7 @@ class ToyLayer(nn.Module):
 
     def forward(self, carry: Branched, rows: Rows, memory: ToyMemory, rotary: RotaryTable) -> Branched:
         x_RD, residual_RD = self.norm(carry.residual_RD, carry.branch_RD)
-        mixed_RC = ops.causal_conv(self.inward(x_RD), self.conv, memory.carry, rows, program=self.program)
+        mixed_RC = ops.causal_conv(self.inward(x_RD), computed(self, "conv"), memory.carry, rows, program=self.program)
         (history,) = memory.squeezed.append((mixed_RC,), rows)
         return Branched(residual_RD, self.outward(recall(mixed_RC, history, rows, program=self.program)))
 
