@@ -253,12 +253,12 @@ def test_swiglu_of_some_rows(rows: int, inner: int) -> None:
     x, grad = torch.randn(rows, 2 * inner).to(BF16), torch.randn(rows, inner).to(BF16)
     pairs = torch.where(torch.arange(rows) % 8 < 3, torch.arange(rows), -1).int()
     live = pairs >= 0
-    got, whole = swiglu_kernels.swiglu(x, pairs), swiglu_kernels.swiglu(x)
+    got, whole = swiglu_kernels.swiglu(x, pair_P=pairs), swiglu_kernels.swiglu(x)
     assert same(got[live], whole[live])
     back = swiglu_kernels.swiglu_backward(grad, x, pair_P=pairs)
     assert same(back[live], swiglu_kernels.swiglu_backward(grad, x)[live])
     assert bool(got[~live].isnan().all()) and bool(back[~live].isnan().all())
-    assert not same(swiglu_kernels.swiglu(x + 1, pairs)[live], whole[live])
+    assert not same(swiglu_kernels.swiglu(x + 1, pair_P=pairs)[live], whole[live])
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (100, 10), (6, 6), (512, 4), (1, 1)])
