@@ -1,7 +1,7 @@
 """gated_delta: the gated delta rule in chunks of 64 positions, each row replayed from cached rows and the state before the chunk.
 
 Sources: the rule, Gated Delta Networks, Yang, Kautz and Hatamizadeh, ICLR 2025 (arXiv 2412.06464), section 3.1, and its chunks, section
-3.3; the triangular inverse of a chunk, Yang et al. 2024 (arXiv 2406.06484), section 3; transformers' `torch_chunk_gated_delta_rule`.
+3.3; the triangular inverse of a chunk, Yang et al. 2024 (arXiv 2406.06484); transformers' `torch_chunk_gated_delta_rule`.
 """
 
 from __future__ import annotations

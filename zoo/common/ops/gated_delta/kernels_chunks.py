@@ -1,7 +1,7 @@
 """gated_delta by whole chunks, in Triton: what one chunk can compute alone in parallel, around a scan over the chunks' states.
 
 The gated delta rule is Gated Delta Networks (Yang, Kautz, Hatamizadeh, ICLR 2025, arXiv 2412.06464), section 3.1, its form by
-chunks section 3.3; the triangular inverse is the UT transform of Yang et al. (NeurIPS 2024, arXiv 2406.06484), section 3. For one
+chunks section 3.3; the triangular inverse is the UT transform of Yang et al. (NeurIPS 2024, arXiv 2406.06484). For one
 value head, rows i and j of a chunk of 64, and the state before the chunk:
 
     G_i     log_decay_0 + .. + log_decay_i                                                   sum_log_decays

@@ -3,7 +3,7 @@
 So [R, V] is held whole for few rows only, those of up to 2^26 logits; of more rows it never is.
 
 Source: log softmax by a shifted log-sum-exp, Blanchard, D. Higham and N. Higham 2021, "Accurately computing the log-sum-exp and softmax
-functions", IMA Journal of Numerical Analysis 41(4), section 3.
+functions", IMA Journal of Numerical Analysis 41(4), section 4.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """sample: which tokens may be drawn, the draw, and its log-probability; the trainer replays the last from hidden rows.
 
-Sources: top-k, Fan, Lewis and Dauphin 2018 (arXiv 1805.04833), section 5.1; top-p, Holtzman et al. 2019 (arXiv 1904.09751), section 3.1;
-min-p, Nguyen et al. 2024 (arXiv 2407.01082), section 3; the draw by Gumbel noise, Maddison, Tarlow and Minka 2014 (arXiv 1411.0030); the
+Sources: top-k, Fan, Lewis and Dauphin 2018 (arXiv 1805.04833), section 5.4; top-p, Holtzman et al. 2019 (arXiv 1904.09751);
+min-p, Nguyen et al. 2024 (arXiv 2407.01082); the draw by Gumbel noise, Maddison, Tarlow and Minka 2014 (arXiv 1411.0030); the
 noise's bits, Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 

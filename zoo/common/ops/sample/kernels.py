@@ -2,9 +2,9 @@
 
 With the tokens of a row by falling logit x, lower id first among equals, p = exp(x - lse) and mass m = floor(p 2^60), a token stays if
 
-    rank < top_k                        top-k: Fan, Lewis, Dauphin 2018 (arXiv 1805.04833), section 5.1
-    mass before it <= top_p 2^60        top-p: Holtzman et al. 2019 (arXiv 1904.09751), section 3.1
-    it isn't behind the last token      min-p: Nguyen et al. 2024 (arXiv 2407.01082), section 3
+    rank < top_k                        top-k: Fan, Lewis, Dauphin 2018 (arXiv 1805.04833), section 5.4
+    mass before it <= top_p 2^60        top-p: Holtzman et al. 2019 (arXiv 1904.09751)
+    it isn't behind the last token      min-p: Nguyen et al. 2024 (arXiv 2407.01082)
       with p >= min_p max p
 
 All three keep a prefix of that order, so the cut is one token: the last that stays. It is found by search, as a radix select finds a
