@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 import zoo
 from zoo.common.engine import Engine
 from zoo.common.engine.sizing import MAX_BATCH
+from zoo.common.engine.text import check_text, read_tokenizer
 from zoo.common.files import check_file, write_file
 from zoo.common.hub import locate
-from zoo.common.reading import check_size, clipped
 from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.common.serving import ForServing
 from zoo.common.threads import suited
-
-TOKENIZER_BYTES = 128 << 20  # of tokenizer.json: the largest vocabularies take 40 MB
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,7 @@ def generate_command(
     if not texts:
         raise ValueError("there is no prompt")
     for text in texts:
-        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
-            raise ValueError(f"a prompt must be text in valid UTF-8, not {text!r:.40}")
+        check_text("a prompt", text)
     params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos)
     each = [params if params.seed is None else replace(params, seed=seed_of_sample(params.seed, n)) for n in range(len(texts))]
     tokenizer = read_tokenizer(locate(checkpoint, revision))
@@ -86,15 +82,3 @@ def generate_command(
         }
         write_file(json, json_files.dumps(fields, indent=2) + "\n")
     return made
-
-
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The checkpoint's tokenizer.json. ValueError if there is none or it can't be read."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json, so a prompt can't be turned into tokens")
-    check_size(path, TOKENIZER_BYTES)
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} can't be read ({clipped(str(error))})") from error

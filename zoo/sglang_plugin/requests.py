@@ -99,6 +99,7 @@ def ending(given: dict[str, Any], ended_by: int | None = None) -> dict[str, Any]
         "max_new_tokens": UNBOUNDED if most is None else most,
         "stop_token_ids": tuple(dict.fromkeys(ends if ended_by is None else (*ends, ended_by))),
         "ignore_eos": ignore_eos,
+        "stop": given.get("stop") or (),
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -19,6 +20,7 @@ from zoo.common.engine.requests import Requests
 from zoo.common.engine.runner import Runner
 from zoo.common.engine.scheduler import Scheduler
 from zoo.common.engine.sizing import MAX_BATCH, check_size, default_sizes
+from zoo.common.engine.text import Increments, Texts, is_chat
 from zoo.common.engine.weights import WeightsWatch, check_model, read_weights
 from zoo.common.fingerprint import Fingerprint
 from zoo.common.memory import ServingMemory
@@ -31,6 +33,7 @@ from zoo.common.serving import ForServing
 from zoo.common.threads import suited
 
 MODES = ("recompute", "keep")
+Prompt = Sequence[int] | Tensor | str | Sequence[Mapping[str, str]]  # token ids, a text, or the messages of a chat
 RELEASED = (2, 1)  # pages and slots of an engine that has handed its memory back: the least that there can be
 
 
@@ -51,6 +54,30 @@ class Stats:
     compilations: int = 0
 
 
+@dataclass(frozen=True)
+class DrawnToken:
+    """One token of a stream.
+
+    prompt, sample     which of the prompts, and which of its `n` samples
+    index              its place among the drawn tokens of its request
+    token              its id
+    log_prob, filtered_log_prob
+                       as in the completion
+    text               what it adds; "" while a character is incomplete, None for a prompt of token ids without stop strings. A stop string
+                       that ends the request is among what was said, the completion's text leaves it out
+    completion         on the last token of its request: the whole record
+    """
+
+    prompt: int
+    sample: int
+    index: int
+    token: int
+    log_prob: float
+    filtered_log_prob: float
+    text: str | None
+    completion: Completion | None
+
+
 class Engine:
     """Continuous batching with paged memory, chunked prefill, prefix reuse and preemption; none of them moves a byte.
 
@@ -67,6 +94,8 @@ class Engine:
     seed          where the fresh seeds of samples without one come from: engines with one seed, asked the same, answer the same.
                   By default the system's randomness
     progress      `run` and `generate` show a bar
+    tokenizer     a folder with tokenizer.json, for prompts that are text or chats and for stop strings; by default the folder that the
+                  model was loaded from
 
     ValueError, naming the number, for a size below 1, a stride that isn't whole chunks, graphs without a GPU, a model that is no
     ForServing, weights whose writes torch does not count (those that want gradients, for fused optimizers, or were made under
@@ -94,6 +123,7 @@ class Engine:
         graphs: bool | None = None,
         seed: int | None = None,
         progress: bool = False,
+        tokenizer: str | Path | None = None,
     ) -> None:
         sizes = {"pages": pages, "page_size": page_size, "max_batch": max_batch, "chunk_rows": chunk_rows}
         for name, size in {**sizes, "snapshot_stride": snapshot_stride}.items():
@@ -111,6 +141,8 @@ class Engine:
         self.stats = Stats()
         self.changes = Changes()
         self.requests = Requests(seed)
+        source = model._source
+        self.texts = Texts(Path(tokenizer) if tokenizer is not None else None if source is None else source.folder)
         self._page_size = page_size
         self._pages, slots = (pages, max_batch) if pages is not None else default_sizes(model, page_size, max_batch)
         memory = model.make_memory(self._pages, page_size, slots)
@@ -149,18 +181,19 @@ class Engine:
     @driving
     def add(
         self,
-        prompt_ids: Sequence[int] | Tensor,
+        prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         prompt_log_probs: bool = False,
+        top_log_probs: int = 0,
     ) -> str:
         """Queues a request and returns its id. ValueError, and nothing changed, for a request that can't be served.
 
         That is: an empty prompt or one that is no row of integers, a token id outside the vocabulary, a context longer than the
         position table or all pages, an id in use. While the memory is released the request waits.
         """
-        request = self._request(prompt_ids, params, request_id, prompt_log_probs)
+        request = self._request(prompt, params, request_id, prompt_log_probs, top_log_probs)
         with self.changes.change(request):
             self._enqueue(request)
         return request.request_id
@@ -189,26 +222,21 @@ class Engine:
     @driving
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | Tensor],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
         prompt_log_probs: bool = False,
+        top_log_probs: int = 0,
     ) -> list[Completion]:
         """Completions of `prompts`, in their order, `n` of each side by side; `params` one for all or one each.
 
-        Sample i of a prompt has the seed `seed_of_sample(params.seed, i)`, which is the seed itself for sample 0, or a fresh one where
-        `params` name none. All requests are checked before one is queued. If a step raises, none of them stays queued.
+        A prompt is token ids, a text, or a chat: a list of {"role": ..., "content": ...}, behind which the assistant speaks. A text or a
+        chat may stand alone; its completion has the text too. Sample i of a prompt has the seed `seed_of_sample(params.seed, i)`, which is
+        the seed itself for sample 0, or a fresh one where `params` name none. `top_log_probs` notes so many of the most likely tokens at
+        each drawn one. All requests are checked before one is queued. If a step raises, none of them stays queued.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence | Tensor):
-            raise ValueError(f"prompts must be a sequence of prompts, each of them token ids, not {kind_of(prompts)}")
-        if not is_whole(n) or n < 1:
-            raise ValueError(f"n must be an integer of at least 1, not {shown(n)}")
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
-        asked = [(prompt, params_of_sample(p, i)) for prompt, p in zip(prompts, each, strict=True) for i in range(n)]
-        requests = [self._request(prompt, p, None, prompt_log_probs, ahead) for ahead, (prompt, p) in enumerate(asked)]
+        requests = self._asked(prompts, params, n, prompt_log_probs, top_log_probs)
         self._check_ready()
         with self.changes.change(*requests):
             for request in requests:
@@ -216,6 +244,47 @@ class Engine:
             self._until(requests)
             records = self.requests.taken_of(requests)
         return records
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        prompt_log_probs: bool = False,
+        top_log_probs: int = 0,
+    ) -> Iterator[DrawnToken]:
+        """The tokens of `generate` as they are drawn, those of several requests mixed; the last of a request brings its completion.
+
+        The same requests are drawn as by `generate`, to the same bytes; others that wait are served beside them. They are queued when the
+        first token is asked for. Whoever stops listening (`break`, or `close()`) drops what is left of them. If a step raises, so does
+        this, and the rest is dropped.
+        """
+        mine = self._queued(prompts, params, n, prompt_log_probs, top_log_probs)
+        heard = [0] * len(mine)
+        pieces = [None if request.texts is None else Increments(request.texts) for request in mine]
+        try:
+            while any(not request.ended for request in mine) or any(len(r.output) > count for r, count in zip(mine, heard, strict=True)):
+                records = self._step_for(mine)
+                for place, request in enumerate(mine):
+                    record = records.get(request.order)
+                    drawn = request.output[: len(request.filtered_log_probs)]
+                    for i in range(heard[place], len(drawn)):
+                        last = record is not None and i == len(drawn) - 1
+                        piece = pieces[place]
+                        yield DrawnToken(
+                            prompt=place // n,
+                            sample=place % n,
+                            index=i,
+                            token=drawn[i],
+                            log_prob=request.log_probs[i],
+                            filtered_log_prob=request.filtered_log_probs[i],
+                            text=None if piece is None else piece.next(drawn[: i + 1], last=last),
+                            completion=record if last else None,
+                        )
+                    heard[place] = len(drawn)
+        finally:
+            self._drop(mine)
 
     @driving
     def abort(self, request_id: str) -> Completion:
@@ -293,17 +362,67 @@ class Engine:
 
     # requests
 
+    def _asked(self, prompts: Any, params: Any, n: int, prompt_log_probs: bool, top_log_probs: int) -> list[Request]:
+        """The requests of `generate`, not queued yet."""
+        if isinstance(prompts, str) or is_chat(prompts):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence | Tensor):
+            raise ValueError(f"prompts must be a sequence of prompts, token ids or text each, not {kind_of(prompts)}")
+        if not is_whole(n) or n < 1:
+            raise ValueError(f"n must be an integer of at least 1, not {shown(n)}")
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
+        asked = [(prompt, params_of_sample(p, i)) for prompt, p in zip(prompts, each, strict=True) for i in range(n)]
+        return [self._request(prompt, p, None, prompt_log_probs, top_log_probs, ahead) for ahead, (prompt, p) in enumerate(asked)]
+
+    @driving
+    def _queued(self, prompts: Any, params: Any, n: int, prompt_log_probs: bool, top_log_probs: int) -> list[Request]:
+        requests = self._asked(prompts, params, n, prompt_log_probs, top_log_probs)
+        self._check_ready()
+        with self.changes.change(*requests):
+            for request in requests:
+                self._enqueue(request)
+        return requests
+
+    @driving
+    def _step_for(self, mine: Sequence[Request]) -> dict[int, Completion]:
+        """A step, and the records of those of `mine` that ended and whose record nobody took, by their order."""
+        if any(not request.ended for request in mine):
+            self._step()
+        done = [request for request in mine if request.order in self.requests.finished]
+        return dict(zip([request.order for request in done], self.requests.taken_of(done), strict=True))
+
+    @driving
+    def _drop(self, mine: Sequence[Request]) -> None:
+        """Ends those of `mine` that are in progress; nobody wants their records."""
+        with self.changes.change():
+            for request in mine:
+                if not request.ended:
+                    self.scheduler.release(request)
+                    self.requests.complete(request, "abort", self.fingerprint())
+                self.requests.finished.pop(request.order, None)
+
     def _request(
         self,
-        prompt_ids: Sequence[int] | Tensor,
+        prompt: Any,
         params: SamplingParams | None,
         request_id: str | None,
         scores: bool,
+        top: int,
         ahead: int = 0,
     ) -> Request:
         config = self.model.config
         memory = self.scheduler.memory
-        request = self.requests.made(prompt_ids, params, request_id, scores, config.vocabulary, self.model.end_tokens, ahead)
+        speaks = isinstance(prompt, str) or is_chat(prompt)
+        ids = self.texts.ids_of(prompt) if speaks else prompt
+        if not is_whole(top) or not 0 <= top <= config.vocabulary:
+            raise ValueError(f"top_log_probs must be between 0 and the vocabulary of {config.vocabulary}, not {shown(top)}")
+        request = self.requests.made(ids, params, request_id, scores, config.vocabulary, self.model.end_tokens, ahead)
+        request.top = int(top)
+        if speaks or request.params.stop:
+            self.texts.tokenizer  # noqa: B018, read now: a request that can't be served is refused before it is queued
+            request.texts = self.texts
         most = request.params.max_new_tokens
         longest = request.prompt_length + most
         if longest > config.positions:
@@ -356,10 +475,13 @@ class Engine:
         drawn = self.runner.push(single, chunks)
         for request, count in work:
             self.scheduler.advance(request, count)
-        for requests, result in drawn:
+        for requests, result, tops in drawn:
             plain, filtered = torch.stack((result.log_prob_R, result.filtered_log_prob_R)).tolist()
-            for request, token, a, b in zip(requests, result.token_R.tolist(), plain, filtered, strict=True):
+            for row, (request, token, a, b) in enumerate(zip(requests, result.token_R.tolist(), plain, filtered, strict=True)):
                 request.tokens.append(token)
+                if row in tops:
+                    request.top_ids.append(tops[row][0])
+                    request.top_log_probs.append(tops[row][1])
                 request.log_probs.append(a)
                 request.filtered_log_probs.append(b)
                 reason = request.finish_reason()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from zoo.common.engine.pages import Node
+from zoo.common.engine.text import Texts
 from zoo.common.reading import shown
 from zoo.common.rollouts import SamplingParams, seed_of_sample
 from zoo.common.rows import check_dense
@@ -19,6 +20,8 @@ class Request:
     """One request. `tokens` is the prompt and what was drawn; the first `computed` of them have rows in memory.
 
     params names its seed and every token that ends it
+    top    how many of the most likely tokens are noted of each row that draws
+    texts  what reads stop strings, and gives the record its text; None for a request in token ids without any
     nodes  cached pages that the first entries of `pages` are
     pure   every row in memory was pushed by the weights now loaded, so its pages may be shared
     exact, versions, log-probabilities: see Completion
@@ -41,6 +44,18 @@ class Request:
     pure: bool = True
     exact: bool = True
     ended: bool = False
+    top: int = 0
+    top_ids: list[tuple[int, ...]] = field(default_factory=list)
+    top_log_probs: list[tuple[float, ...]] = field(default_factory=list)
+    texts: Texts | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def text(self) -> str | None:
+        """What was drawn, up to the stop string."""
+        return None if self.texts is None else self.texts.cut(self.output, self.params.stop)
 
     @property
     def pending(self) -> int:
@@ -65,6 +80,8 @@ class Request:
         if drawn and self.finish_reason() is not None:  # it had no time to end, so it draws that token again
             drawn -= 1
         del self.filtered_log_probs[drawn:]
+        del self.top_ids[drawn:]
+        del self.top_log_probs[drawn:]
         del self.log_probs[drawn:]
         del self.tokens[self.prompt_length + drawn :]
         del self.versions[len(self.tokens) - 1 :]
@@ -84,6 +101,8 @@ class Request:
         """Whether the last token ends the request, and why."""
         if self.tokens[-1] in self.params.stop_token_ids:
             return "stop"
+        if self.params.stop and self.texts is not None and self.texts.ended(self.output, self.params.stop):
+            return "text"
         return "length" if len(self.tokens) - self.prompt_length == self.params.max_new_tokens else None
 
 

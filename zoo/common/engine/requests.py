@@ -85,7 +85,7 @@ class Requests:
         record = Completion(
             request_id=request.request_id,
             prompt_ids=tuple(request.tokens[: request.prompt_length]),
-            output_ids=tuple(request.tokens[request.prompt_length :]),
+            output_ids=tuple(request.output),
             log_probs=tuple(request.log_probs),
             filtered_log_probs=tuple(request.filtered_log_probs),
             prompt_log_probs=tuple(request.prompt_log_probs) if request.scores_prompt else None,
@@ -94,6 +94,9 @@ class Requests:
             exact=request.exact and not has_nan(request.log_probs, request.filtered_log_probs, request.prompt_log_probs),
             finish_reason=reason,
             fingerprint=fingerprint,
+            text=request.text(),
+            top_ids=tuple(request.top_ids) if request.top else None,
+            top_log_probs=tuple(request.top_log_probs) if request.top else None,
         )
         if reason != "abort":
             self.finished[request.order] = record

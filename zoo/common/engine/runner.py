@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common import ops
 from zoo.common.engine.request import Request
 from zoo.common.memory import ServingMemory
 from zoo.common.ops.sample import Drawn, sample
@@ -16,6 +17,7 @@ from zoo.common.row_sampling import RowSampling
 from zoo.common.rows import Rows
 from zoo.common.serving import PREFILL_ROWS, DecodeGraph, ForServing, PrefillGraph, prefill_bucket
 
+Tops = dict[int, tuple[tuple[int, ...], tuple[float, ...]]]  # by row: the most likely tokens, and their log-probabilities
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
@@ -41,7 +43,7 @@ class Runner:
         self._pushed: list[Rows] = []  # whose flags are still to be looked at
         self._batch: tuple[list[Request], RowSampling] | None = None
 
-    def push(self, single: list[Request], chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
+    def push(self, single: list[Request], chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn, Tops]]:
         """Pushes the last row of each of `single` and the next rows of `chunks`; draws for those that reached their end.
 
         ValueError for what an op found in the numbers and set a flag for.
@@ -50,12 +52,23 @@ class Runner:
         self.replayed = 0
         self._pushed.clear()
         if single:
-            drawn.append((single, sample(self._decode(single), self._decode_sampling(single), self.model.program)))
+            drawn.append((single, *self._draw(single, self._decode(single), self._decode_sampling(single))))
         if chunks:
             drawn += self._prefill(chunks)
         for rows in self._pushed:
             rows.check_flags()  # the engine is about to wait for the tokens
         return drawn
+
+    def _draw(self, requests: list[Request], logits_RV: Tensor, sampling: RowSampling) -> tuple[Drawn, Tops]:
+        """One token of each row, and the most likely ones of the rows whose requests want them."""
+        tops: Tops = {}
+        for most in {request.top for request in requests} - {0}:
+            rows = [i for i, request in enumerate(requests) if request.top == most]
+            chosen = torch.tensor(rows).to(logits_RV.device)
+            inverse = sampling[chosen].inverse_temperature_or_none()
+            ids, values = ops.top_of_logits(logits_RV.index_select(0, chosen), inverse, most, program=self.model.program)
+            tops |= {i: (tuple(a), tuple(b)) for i, a, b in zip(rows, ids.tolist(), values.tolist(), strict=True)}
+        return sample(logits_RV, sampling, self.model.program), tops
 
     def _table(self, requests: Sequence[Request], blocks: int) -> Tensor:
         return self.memory.table([r.pages for r in requests], [r.slot for r in requests], blocks)
@@ -95,7 +108,7 @@ class Runner:
             return self._batch[1]
         return replace(self._batch[1], position_R=torch.tensor(positions).to(self.device))
 
-    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn]]:
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[list[Request], Drawn, Tops]]:
         """Pushes chunks; draws for those that reach their end, scores prompt rows where asked."""
         requests = [request for request, _ in chunks]
         draws: list[Request] = []
@@ -126,7 +139,7 @@ class Runner:
         if not draws:
             return []
         sampling = RowSampling.of([r.params for r in draws], [len(r.tokens) for r in draws], self.device)
-        return [(draws, sample(self.model.logits(hidden_WD[: len(draws)]), sampling, self.model.program))]
+        return [(draws, *self._draw(draws, self.model.logits(hidden_WD[: len(draws)]), sampling))]
 
 
 def batch_bucket(count: int) -> int:

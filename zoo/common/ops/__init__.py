@@ -17,7 +17,7 @@ from zoo.common.ops.l2_norm import l2_norm
 from zoo.common.ops.layer_norm import layer_norm
 from zoo.common.ops.linear import linear
 from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, logits
-from zoo.common.ops.log_prob.top import every_log_prob, named_log_prob, top_log_prob
+from zoo.common.ops.log_prob.top import every_log_prob, named_log_prob, top_log_prob, top_of_logits
 from zoo.common.ops.norm_rope import norm_rope
 from zoo.common.ops.output_gate import output_gate
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
@@ -75,5 +75,6 @@ __all__ = [
     "swiglu",
     "table_hash",
     "top_log_prob",
+    "top_of_logits",
     "watch",
 ]

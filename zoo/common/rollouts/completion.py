@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from zoo.common.fingerprint import Fingerprint
+from zoo.common.reading import shown
 from zoo.common.rollouts.params import SamplingParams
 from zoo.common.rollouts.readers import (
     read_choice,
@@ -23,9 +24,10 @@ from zoo.common.rollouts.readers import (
 )
 
 REASONS = ("stop", "length", "text", "abort")
+Number = TypeVar("Number", int, float)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """What was asked and what came out; log-probabilities are Python floats that hold FP32 values unchanged.
 
@@ -38,9 +40,12 @@ class Completion:
     versions             entry r: the weights (content hash) that made this record's numbers at row r; output token i stands on
                          row len(prompt_ids) - 1 + i. Rows of an aborted request that were never pushed have no entry
     exact                False iff some row was read by other weights than wrote it (`update_weights(mode="keep")`), or a number is NaN
-    finish_reason        "stop" (an end token), "length" (max_new_tokens), "text" (a stop string, which servers beside the embedded
-                         engine look for) or "abort"
+    finish_reason        "stop" (an end token), "length" (max_new_tokens), "text" (a stop string) or "abort"
     fingerprint          of the engine's model when the request ended
+    text                 what was drawn, special tokens left out, up to the stop string that ended it; None where the prompt was token
+                         ids and no stop string was looked for
+    top_ids              of each drawn token's row the most likely tokens, the likeliest first; None unless asked for
+    top_log_probs        theirs, after the temperature only
 
     Whether a trainer may treat a record as drawn by its own weights is `on_policy(trainer.fingerprint())`; `exact` alone does not say it.
     Scoring a record confirms its log-probabilities and not that `sampling.seed` drew its tokens; `check_draws` draws them again.
@@ -57,6 +62,16 @@ class Completion:
     exact: bool
     finish_reason: str
     fingerprint: Fingerprint
+    text: str | None = None
+    top_ids: tuple[tuple[int, ...], ...] | None = None
+    top_log_probs: tuple[tuple[float, ...], ...] | None = None
+
+    def __repr__(self) -> str:
+        """One short line: a record of thousands of tokens is no message."""
+        tokens = f"{len(self.prompt_ids)} prompt and {len(self.output_ids)} output tokens"
+        said = "" if self.text is None else f", text {shown(self.text)}"
+        rest = "" if self.exact else ", not exact"
+        return f"Completion({shown(self.request_id)}: {tokens}, {self.finish_reason}{said}, weights {self.fingerprint.weights[:8]}{rest})"
 
     @property
     def output_versions(self) -> tuple[str, ...]:
@@ -87,6 +102,9 @@ class Completion:
             "exact": self.exact,
             "finish_reason": self.finish_reason,
             "fingerprint": self.fingerprint.to_dict(),
+            "text": self.text,
+            "top_ids": None if self.top_ids is None else [list(ids) for ids in self.top_ids],
+            "top_log_probs": None if self.top_log_probs is None else [write_floats(values) for values in self.top_log_probs],
         }
 
     @classmethod
@@ -113,6 +131,9 @@ class Completion:
             exact=read_truth("exact", values["exact"]),
             finish_reason=read_choice("finish_reason", values["finish_reason"], REASONS),
             fingerprint=Fingerprint.from_dict(read_dictionary("fingerprint", values["fingerprint"])),
+            text=None if values["text"] is None else read_text("text", values["text"]),
+            top_ids=_read_each("top_ids", values["top_ids"], read_ids),
+            top_log_probs=_read_each("top_log_probs", values["top_log_probs"], read_floats),
         )
         _check_counts(record)
         _check_end(record)
@@ -134,6 +155,10 @@ def _check_counts(record: Completion) -> None:
     read = len(record.prompt_ids)
     if scores is not None and (len(scores) >= read or (record.finish_reason != "abort" and len(scores) != read - 1)):
         raise ValueError(f"{len(scores)} prompt_log_probs for {read} prompt tokens; all but the first have one")
+    mine = [len(row) for row in record.top_ids or ()]
+    theirs = [len(row) for row in record.top_log_probs or ()]
+    if mine != theirs or (record.top_ids is None) != (record.top_log_probs is None) or (record.top_ids is not None and len(mine) != drawn):
+        raise ValueError(f"top_ids are of {len(mine)} tokens and {sum(mine)} in all, top_log_probs of {len(theirs)} and {sum(theirs)}")
     if record.sampling.seed is None and not record.sampling.is_greedy:
         raise ValueError("sampling names no seed: nobody could draw these tokens again")
 
@@ -166,6 +191,15 @@ def _check_versions(record: Completion) -> None:
     if not aborted and record.versions[-1:] != (record.fingerprint.weights,):
         last = ", ".join(record.versions[-1:]) or "nobody"
         raise ValueError(f"the last row is of {last}, the fingerprint of {record.fingerprint.weights}")
+
+
+def _read_each(name: str, value: object, read: Callable[[str, object], tuple[Number, ...]]) -> tuple[tuple[Number, ...], ...] | None:
+    """One tuple for each drawn token, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be a list with an entry for each drawn token, not {shown(value)}")
+    return tuple(read(name, entry) for entry in value)
 
 
 def has_nan(*numbers: Iterable[float] | None) -> bool:

@@ -22,6 +22,7 @@ class SamplingParams(DrawParams):
                     prompt is no group of clones
     max_new_tokens  at least 1
     stop_token_ids  ids that end the request, besides the model's end-of-sequence ids unless ignore_eos
+    stop            texts that end the request as soon as what was drawn holds one of them; the engine needs a tokenizer for them
 
     Numbers may be numpy's; they become Python's. ValueError, naming the number, for anything else.
     """
@@ -29,6 +30,7 @@ class SamplingParams(DrawParams):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,9 +44,17 @@ class SamplingParams(DrawParams):
         object.__setattr__(self, "stop_token_ids", tuple(map(int, tokens)))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}")
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, Iterable):
+            raise ValueError(f"stop must be a text or several, not {shown(texts)}")
+        texts = tuple(texts)
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold texts of at least one character, not {shown(text)}")
+        object.__setattr__(self, "stop", texts)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
+        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids), "stop": list(self.stop)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:

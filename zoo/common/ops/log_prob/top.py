@@ -60,6 +60,23 @@ def top_log_prob(
 
 @observed(CONTRACT)
 @torch.no_grad()
+def top_of_logits(logits_RV: Tensor, inverse_temperature_R: Tensor | None, top_k: int, *, program: Program) -> tuple[Tensor, Tensor]:
+    """(ids int64 [R, K], log-probabilities FP32 [R, K]) as `top_log_prob` has them, from logits that already exist before the temperature.
+
+    ValueError unless 1 <= top_k <= V.
+    """
+    vocabulary = logits_RV.shape[1]
+    if not 1 <= top_k <= vocabulary:
+        raise ValueError(f"top_k must be between 1 and the vocabulary of {vocabulary}, not {top_k}")
+    scaled_RV = logits_RV if inverse_temperature_R is None else logits_RV * inverse_temperature_R[:, None]
+    first_R = torch.zeros(len(scaled_RV), dtype=torch.int64, device=scaled_RV.device)
+    lse_R = log_prob_of_logits(scaled_RV, first_R, program=program).lse_R
+    ids_RK = _keys(scaled_RV, 0).topk(top_k, dim=1).indices
+    return ids_RK, torch.clamp(scaled_RV.gather(1, ids_RK) - lse_R[:, None], max=0.0)
+
+
+@observed(CONTRACT)
+@torch.no_grad()
 def named_log_prob(hidden_RD: Tensor, weight_VD: Tensor, lse_R: Tensor, ids_K: Tensor, *, program: Program) -> Tensor:
     """FP32 [R, K]: at every row the log-probabilities of the tokens `ids_K`, with the bytes that `log_prob` gives for each.
 
