@@ -646,7 +646,7 @@ def test_bad_requests_change_nothing() -> None:
         (lambda: small.add([1], {"temperature": 1.0}), "must be SamplingParams, not dict"),  # type: ignore[arg-type]
         (lambda: small.generate([1, 2, 3]), "a prompt must be a sequence of token ids, not 1"),  # type: ignore[list-item]
         (lambda: small.generate(5), "prompts must be a sequence of prompts"),  # type: ignore[arg-type]
-        (lambda: small.generate("text"), "prompts must be a sequence of prompts"),  # type: ignore[arg-type]
+        (lambda: small.generate("text"), "text needs a tokenizer"),  # type: ignore[arg-type]
         (lambda: small.generate(torch.tensor([1, 2])), "not a tensor of shape"),  # type: ignore[arg-type]
         (lambda: small.add("text"), "a prompt must be a sequence of token ids, not 'text'"),  # type: ignore[arg-type]
         (lambda: small.add(None), "a sequence of token ids, not None"),  # type: ignore[arg-type]
