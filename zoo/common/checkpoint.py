@@ -258,9 +258,7 @@ def save(
     `read`: our name of a parameter -> it as it is written. `usual`: the program's dtype. With `masters` it gives those as they are.
     """
 
-    def written(entry: Entry) -> torch.dtype:
-        return entry.held(usual) if masters else entry.stored(usual)
-
+    written = _written(usual, masters)
     if source is None:
         places = {piece.published: (entry, piece) for entry, piece in table.pieces()}
         specs = [(name, written(entry), piece.shape) for name, (entry, piece) in places.items()]
@@ -288,8 +286,7 @@ def save(
 
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
     for name, (entry, piece) in match.places.items():
-        # an FP32 parameter that was stored narrower goes back narrower only while that loses nothing
-        if entry.codec is None and entry.widens and dtypes[name] != written(entry):
+        if _may_narrow(entry, dtypes[name], written):
             ours = piece.of(read(entry.ours))
             if torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours):
                 continue
@@ -312,6 +309,27 @@ def save(
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             else:
                 (folder / INDEX).write_bytes(source.index)
+
+
+def reading_order(table: WeightTable, usual: torch.dtype, source: Checkpoint | None, *, masters: bool = False) -> list[str]:
+    """Our names in the order in which `save` reads them, the same one several times."""
+    if source is None:
+        return [entry.ours for entry, _ in table.pieces()]
+    match = source.match(table)
+    stored = source.tensors
+    written = _written(usual, masters)
+    looked_at = [entry.ours for name, (entry, _) in match.places.items() if _may_narrow(entry, DTYPES[stored[name].dtype], written)]
+    return looked_at + [match.places[t.name][0].ours for shard in source.shards for t in shard.tensors if t.name in match.places]
+
+
+def _written(usual: torch.dtype, masters: bool) -> Callable[[Entry], torch.dtype]:
+    """The dtype in which an entry's tensors are written."""
+    return lambda entry: entry.held(usual) if masters else entry.stored(usual)
+
+
+def _may_narrow(entry: Entry, stored: torch.dtype, written: Callable[[Entry], torch.dtype]) -> bool:
+    """Whether an FP32 parameter was stored narrower: it goes back narrower only while that loses nothing."""
+    return entry.codec is None and entry.widens and stored != written(entry)
 
 
 def _side_files(folder: Path, names: Iterable[str], config: bytes) -> dict[str, SideFile]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zoo.common.codecs import Codec
+from zoo.common.processes import is_sharded
 
 _NAME = "_computed"  # of a module's attribute: {parameter's name: Held}; no buffers, since DDP sends those and .to(dtype) converts them
 _ALL: weakref.WeakSet[Held] = weakref.WeakSet()
@@ -44,7 +45,7 @@ class Held:
 
         ValueError for a sharded parameter that nobody gathered.
         """
-        if hasattr(parameter, "full_tensor"):  # FSDP2's DTensor, whose module takes long to import
+        if is_sharded(parameter):
             raise ValueError(
                 "a weight is sharded over processes and was not gathered: register_fsdp_forward_method(model, name of the method) makes "
                 "FSDP2 gather for other methods than forward"

@@ -17,12 +17,14 @@ from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.config import config_lines
 from zoo.common.ends import end_tokens, read_generation
+from zoo.common.files import check_fresh
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
 from zoo.common.hashing import key64, normal_
 from zoo.common.layers import Embedding, RotaryTable
 from zoo.common.masters import Held, held_beside, hold
 from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
+from zoo.common.processes import Alone, InStep, Recent, is_sharded, processes_of, reshard, whole
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
@@ -128,7 +130,7 @@ class Pretrained(nn.Module):
             if parameter is None or parameter.dtype is wanted:
                 continue
             # a policy of FSDP2 rounds masters where it gathers them
-            if sharded and full in masters and parameter.dtype is masters[full].dtype and not hasattr(parameter, "full_tensor"):
+            if sharded and full in masters and parameter.dtype is masters[full].dtype and not is_sharded(parameter):
                 continue
             what = " masters" if full in masters else ""
             raise ValueError(
@@ -227,14 +229,29 @@ class Pretrained(nn.Module):
 
         The folder appears whole or not at all. `shard_bytes` bounds the files of a model that was not loaded from a checkpoint.
         With `masters` it has FP32 masters as they are, which `from_pretrained(..., master_dtype=torch.float32)` takes up again,
-        and not what is published of them; ValueError for a model without any.
+        and not what is published of them; ValueError for a model without any. Of a model that is sharded over processes all call it,
+        and the first one writes; where it can't, all raise.
         """
-        self._whole()
         files.check_shard_bytes(shard_bytes)
         if masters and self._masters is None:
             raise ValueError(f"masters=True, but this {type(self).__name__} was loaded without master_dtype=torch.float32")
+        processes = self.processes()
+        with processes.agreed():
+            if processes.writes:
+                check_fresh(path)
+        table = self.table_of()
+        usual = self.program.torch_dtype
+        # another process may not have been loaded from a checkpoint, and gathers in the order of the one that writes all the same
+        order = processes.told(files.reading_order(table, usual, self._source, masters=masters)) if processes.sharded else None
         read = self._reader(masters=masters)
-        files.save(read, self.table_of(), self.program.torch_dtype, self.config.to_hf(), path, self._source, shard_bytes, masters=masters)
+        step = read if order is None else InStep(order, read)
+        with processes.agreed():
+            try:
+                if processes.writes:
+                    files.save(step, table, usual, self.config.to_hf(), path, self._source, shard_bytes, masters=masters)
+            finally:
+                if isinstance(step, InStep):
+                    step.rest()
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> None:
@@ -307,26 +324,32 @@ class Pretrained(nn.Module):
         """(published name, tensor) for every weight: what `load_weights` and an engine's `update_weights` take.
 
         A tensor is a view of its parameter, or of a master what is published of it. Without `aliases` a tied weight comes once, as
-        SGLang wants it.
+        SGLang wants it. Of a model that is sharded over processes each parameter is gathered when it comes, so that all processes must
+        take all tensors, in step.
         """
-        self._whole()
         read = self._reader()
         pieces = ((entry, piece) for entry, piece in self.table_of().pieces() if aliases or not entry.optional_alias)
         return ((piece.published, piece.of(read(entry.ours))) for entry, piece in pieces)
 
+    def processes(self) -> Alone:
+        """The processes that have the model, each unit's own shards in its place again."""
+        for _, unit in self._units():
+            reshard(unit)
+        return processes_of(self.parameters())
+
     def _reader(self, *, masters: bool = False) -> Callable[[str], Tensor]:
-        """Our name of a parameter -> it as it is published, or as a master is; a later write may show in it or not."""
+        """Our name of a parameter -> it as it is published, or as a master is, whole; a later write may show in it or not."""
+        sharded = self.processes().sharded
         parameters = dict(self.named_parameters())
         entries = self.table_of().parameters
-        held = self._held
+        held = {} if sharded else self._held
 
         def read(name: str) -> Tensor:
-            parameter = parameters[name]
             if masters:
-                return parameter.detach()
-            return held[name].published(parameter) if name in held else entries[name].publish(parameter.detach())
+                return whole(parameters[name])
+            return held[name].published(parameters[name]) if name in held else entries[name].publish(whole(parameters[name]))
 
-        return read
+        return Recent(read) if sharded else read
 
     def weights_changed(self) -> None:
         """Forgets the cached content hash of frozen weights and what is held beside masters, after a write that torch doesn't count:
@@ -337,10 +360,13 @@ class Pretrained(nn.Module):
 
     @property
     def weights_version(self) -> str:
-        """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since."""
-        parameters = self._whole()
+        """Content hash of all weights: one pass over them, kept only for frozen parameters that nobody wrote since. Of a model that is
+        sharded over processes all ask for it, and it is the whole model's.
+        """
+        sharded = self.processes().sharded
+        parameters = dict(self.named_parameters())
         # fused optimizers write without moving torch's version counter; an inference tensor has none
-        countable = not any(p.requires_grad or p.is_inference() for p in parameters.values())
+        countable = not (sharded or any(p.requires_grad or p.is_inference() for p in parameters.values()))
         if self._hash is not None and countable and self._hash[0] == self._changes and _unwritten(self._hash[1], parameters.values()):
             return self._hash[2]
         seen = [(weakref.ref(p), p.data_ptr(), p._version) for p in parameters.values()] if countable else []
@@ -360,9 +386,10 @@ class Pretrained(nn.Module):
         """The parameters by name. ValueError if they are sharded."""
         parameters = dict(self.named_parameters())
         for name, parameter in parameters.items():
-            if hasattr(parameter, "full_tensor"):  # FSDP2's DTensor, whose module takes long to import
+            if is_sharded(parameter):
                 raise ValueError(
-                    f"{name} is sharded over processes: gather the weights first (parameter.full_tensor()) and load them into a whole model"
+                    f"{name} is sharded over processes: load a state dict, which set_model_state_dict of "
+                    "torch.distributed.checkpoint.state_dict broadcasts from rank 0, or load weights before the model is sharded"
                 )
         return parameters
 

@@ -16,6 +16,7 @@ from zoo.common import ops
 from zoo.common.inputs import Batch, Beside, integers, inverse_temperatures, read_batch
 from zoo.common.ops.sample import score_filtered
 from zoo.common.pretrained import Pretrained, own_dtypes
+from zoo.common.processes import is_sharded, reshard_after_steps
 from zoo.common.row_sampling import DrawParams, RowSampling
 from zoo.common.rows import Rows, check_cu_seqlens, check_ids, check_integers
 from zoo.common.walk import walk
@@ -194,7 +195,10 @@ class ForRL(Pretrained, nn.Module):
         What it casts on the way in, parameters and arguments, each op refuses: this cast alone comes behind the last of them.
         """
         super().check_arithmetic()
-        for name, unit in self._units():
+        units = self._units()
+        if units:
+            reshard_after_steps(unit for _, unit in units)
+        for name, unit in units:
             dtype = sys.modules["torch.distributed.fsdp"].fully_shard.state(unit)._mp_policy.output_dtype
             if dtype is not None and (unit is self or dtype != self.program.torch_dtype):
                 what = "what the model returns, FP32 log-probabilities among it" if unit is self else f"what {name} hands on"
@@ -310,8 +314,12 @@ class ForRL(Pretrained, nn.Module):
 
     @own_dtypes
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """FP32 logits [R, V] of final rows, differentiable."""
-        return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program)
+        """FP32 logits [R, V] of final rows, differentiable. Without autograd the head is gathered where FSDP2 has sharded it."""
+        weight = self.model.vocabulary_head.weight
+        if not is_sharded(weight) or torch.is_grad_enabled():
+            return ops.logits(hidden_RD, self.model.head_weight_VD, program=self.program)
+        [name] = [name for name, parameter in self.named_parameters() if parameter is weight]
+        return ops.logits(hidden_RD, self._reader()(name), program=self.program)
 
     def packed_rows(self, ids_R: Tensor, cu_seqlens: Tensor) -> Rows:
         """The rows of packed documents. ValueError for what `score` refuses of them."""
