@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.history import KeyValues, TokenRows
+from zoo.common.history import CompressedRows, KeyValues, TokenRows, WindowedRows
 from zoo.common.ops.fp8_quantise import Codes, ScaleRule
 from zoo.common.ops.sample import sample, score_filtered
 from zoo.common.program import Program
@@ -158,6 +158,57 @@ def eight_bit_select(pool: bool) -> Callable[..., Tensor]:
         return ops.select(eight_bit(q), weights, keys, *args, **names)
 
     return broken
+
+
+def eight_bit_compressed_select(pool: bool) -> Callable[..., Tensor]:
+    """The same of a selector of compressed rows."""
+
+    def eight_bit(x: Tensor) -> Tensor:
+        scale = x.float().abs().max() / 448
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    def broken(q: Tensor, weights: Tensor, keys: CompressedRows, *args: Any, **names: Any) -> Tensor:
+        if pool:
+            return ops.compressed_select(q, weights, replace(keys, rows=eight_bit(keys.rows)), *args, **names)
+        return ops.compressed_select(eight_bit(q), weights, keys, *args, **names)
+
+    return broken
+
+
+def jittered_compressed_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
+    """Repeat: scores that depend on the global random state."""
+    return ops.compressed_select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
+
+
+def windows_from_the_push(rows_RC: Tensor, ape: Tensor, history: Any, rows: Rows, width: int, *, program: Program) -> Tensor:
+    """Split: windows counted from the first row that is pushed, not from the sequence's first."""
+    counts = (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
+    return ops.compress(rows_RC, ape, history, Rows.pushed(counts, None, rows_RC.device), width, program=program)
+
+
+def whole_open_windows(rows_RC: Tensor, ape: Tensor, history: Any, *args: Any, **names: Any) -> Tensor:
+    """Place: multiplies the rows of every slot by a mask, so that a dead slot counts as 0 times what it holds."""
+    out = ops.compress(rows_RC, ape, history, *args, **names)
+    return out + 0 * history.rows_SWC.sum().to(out.dtype) if hasattr(history, "rows_SWC") else out
+
+
+def dead_windows(q: Tensor, history: WindowedRows, *args: Any, **names: Any) -> Tensor:
+    """Place: multiplies a dead page by zero, as a tile that runs over the end of a list does."""
+    out = ops.compressed_attention(q, history, *args, **names)
+    return out + 0 * history.window.float().sum().to(out.dtype)
+
+
+def relative_tail(x: Tensor, table: Tensor, positions: Tensor, **names: Any) -> Tensor:
+    """Row: positions counted from the batch's first row."""
+    return ops.tail_rope(x, table, (positions - positions[0]) % table.shape[0], **names)
+
+
+def contracted_tail(x: Tensor, table: Tensor, positions: Tensor, *, program: Program, inverse: bool = False) -> Tensor:
+    """Fusion: with several heads in the launch a product is not rounded."""
+    if x.shape[1] == 1:
+        return ops.tail_rope(x, table, positions, program=program, inverse=inverse)
+    wide = ops.tail_rope(x.double(), table, positions, program=in_dtype(program, "float64"), inverse=inverse)
+    return wide.float().to(x.dtype)
 
 
 def jittered_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
@@ -356,6 +407,14 @@ def scales_of_the_first_block(x: Tensor, codes: Tensor, scales: Tensor, rule: Sc
 
 
 FAULTS: dict[tuple[str, str], list[Replace]] = {
+    ("compress", "split"): [{"compress": windows_from_the_push}],
+    ("compress", "place"): [{"compress": whole_open_windows}],
+    ("compressed_select", "row"): [{"compressed_select": eight_bit_compressed_select(False)}],
+    ("compressed_select", "split"): [{"compressed_select": eight_bit_compressed_select(False)}],
+    ("compressed_select", "place"): [{"compressed_select": eight_bit_compressed_select(True)}],
+    ("compressed_attention", "place"): [{"compressed_attention": dead_windows}],
+    ("tail_rope", "row"): [{"tail_rope": relative_tail}],
+    ("tail_rope", "fusion"): [{"tail_rope": contracted_tail}],
     ("fp8_quantise", "row"): [{"fp8_quantise": quantised_by_batch}],
     ("fp8_linear", "column"): [{"fp8_linear": scales_of_the_first_block}],
     ("attention", "row"): [{"attention": tiled_attention(by_row_count)}],
@@ -407,3 +466,4 @@ for _name, _op in MAIN.items():
         FAULTS.setdefault((_name, _law), [{_name: batch_scaled(_op)}])
 FAULTS["fp8_quantise", "repeat"] = [{"fp8_quantise": jittered_quantise}]
 FAULTS["select", "repeat"] = [{"select": jittered_select}]
+FAULTS["compressed_select", "repeat"] = [{"compressed_select": jittered_compressed_select}]

@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zoo.common.history import KeyValues, TokenRows
+from zoo.common.history import CompressedRows, KeyValues, TokenRows, WholeWindows, WindowedRows
 from zoo.common.ops import TokenScores
 from zoo.common.ops.attention import reference as attention_reference
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.biased_route import reference as biased_route_reference
 from zoo.common.ops.combine import reference as combine_reference
+from zoo.common.ops.compress import reference as compress_reference
+from zoo.common.ops.compress.windows import Window
+from zoo.common.ops.compressed_attention import reference as compressed_attention_reference
 from zoo.common.ops.embed import reference as embed_reference
 from zoo.common.ops.experts import reference as experts_reference
 from zoo.common.ops.fp8_linear import reference as fp8_linear_reference
+from zoo.common.ops.hash_route import reference as hash_route_reference
 from zoo.common.ops.head_linear import reference as head_linear_reference
+from zoo.common.ops.hyper_head import reference as hyper_head_reference
+from zoo.common.ops.hyper_post import reference as hyper_post_reference
+from zoo.common.ops.hyper_pre import Sinkhorn
+from zoo.common.ops.hyper_pre import reference as hyper_pre_reference
 from zoo.common.ops.layer_norm import reference as layer_norm_reference
 from zoo.common.ops.linear import reference as linear_reference
 from zoo.common.ops.log_prob import reference as log_prob_reference
@@ -30,7 +38,9 @@ from zoo.common.ops.norm_rope import reference as norm_rope_reference
 from zoo.common.ops.rms_norm import reference as rms_norm_reference
 from zoo.common.ops.rope import reference as rope_reference
 from zoo.common.ops.route import reference as route_reference
+from zoo.common.ops.softplus_route import reference as softplus_route_reference
 from zoo.common.ops.swiglu import reference as swiglu_reference
+from zoo.common.ops.tail_rope import reference as tail_rope_reference
 from zoo.common.program import Program
 from zoo.common.rows import Rows
 
@@ -112,7 +122,26 @@ def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Progr
     return TokenScores(torch.clamp(logits.gather(1, targets[:, None])[:, 0] - lse, max=0.0), lse, lse - mean)
 
 
+def _compress(rows_RC: Tensor, ape: Tensor, history: WholeWindows, rows: Rows, width: int, *, program: Program) -> Tensor:
+    window = Window(ape.shape[0], ape.shape[1] > width)
+    return compress_reference.compress(rows_RC, ape, history, rows, window, program.torch_dtype)
+
+
+def _compressed_attention(
+    q: Tensor, history: WindowedRows, chosen: Any, sinks: Tensor, rows: Rows, window: int, scale: float, *, program: Program
+) -> Tensor:
+    return compressed_attention_reference.compressed_attention(q, history, chosen, sinks, rows, window, scale)[0]
+
+
 REFERENCES: dict[str, Op] = {
+    "hyper_pre": lambda streams, fn, base, scale, how, *, program: hyper_pre_reference.hyper_pre(streams, fn, base, scale, how),
+    "hyper_post": lambda branch, streams, post, comb, *, program: hyper_post_reference.hyper_post(branch, streams, post, comb),
+    "hyper_head": lambda *args, program: hyper_head_reference.hyper_head(*args),
+    "tail_rope": lambda x, table, at, *, program, inverse=False: tail_rope_reference.tail_rope(x, table, at, inverse),
+    "softplus_route": lambda logits, bias, top_k, scale, *, program: softplus_route_reference.softplus_route(logits, bias, top_k, scale),
+    "hash_route": lambda logits, ids, table, scale, *, program: hash_route_reference.hash_route(logits, ids, table, scale),
+    "compress": _compress,
+    "compressed_attention": _compressed_attention,
     "embed": lambda ids, weight, *, program: embed_reference.embed(ids, weight),
     "linear": _linear,
     # straight through the quantiser of x
@@ -252,7 +281,113 @@ def _log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Pr
     return TokenScores(p.gather(1, targets[:, None])[:, 0], torch.logsumexp(logits, -1), -(p.exp() * p).sum(-1))
 
 
+def _mix(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """The norm before the product, as transformers has it."""
+    x = streams.flatten(1).to(fn.dtype)
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) @ fn.T
+
+
+def _collapsed(streams: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("rsd,rs->rd", streams.to(weights.dtype), weights).to(streams.dtype)
+
+
+def _hyper_pre(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, how: Sinkhorn, *, program: Program) -> Any:
+    count = streams.shape[1]
+    pre, post, comb = _mix(streams, fn, how.eps).split((count, count, count * count), -1)
+    bases = base.split((count, count, count * count))
+    matrix = torch.softmax((comb * scale[2] + bases[2]).unflatten(1, (count, count)), -1) + how.floor
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + how.floor)
+    for _ in range(how.rounds - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + how.floor)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + how.floor)
+    weights = torch.sigmoid(pre * scale[0] + bases[0]) + how.floor
+    return _collapsed(streams, weights), 2 * torch.sigmoid(post * scale[1] + bases[1]), matrix
+
+
+def _hyper_head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, floor: float, *, program: Program) -> Tensor:
+    return _collapsed(streams, torch.sigmoid(_mix(streams, fn, eps) * scale + base) + floor)
+
+
+def _tail_rotate(x: Tensor, table: Tensor, positions: Tensor, *, program: Program, inverse: bool = False) -> Tensor:
+    """A complex product, or the division by it."""
+    still = x.shape[-1] - 2 * table.shape[1]
+    turns = torch.view_as_complex(table.double())[positions][:, None]
+    pairs = torch.view_as_complex(x[..., still:].double().unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(pairs * (turns.conj() if inverse else turns)).flatten(-2)
+    return torch.cat([x[..., :still], turned.to(x.dtype)], -1)
+
+
+def _softplus_weights(logits: Tensor, chosen: Tensor, scale: float) -> Tensor:
+    weights = torch.logaddexp(logits, torch.zeros_like(logits)).sqrt().gather(1, chosen)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+def _softplus_route(logits: Tensor, bias: Tensor, top_k: int, scale: float, *, program: Program) -> Any:
+    score = torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
+    chosen = torch.sort(score + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return _softplus_weights(logits, chosen, scale), chosen
+
+
+def _windows(rows_RC: Tensor, ape: Tensor, history: WholeWindows, rows: Rows, width: int, *, program: Program) -> Tensor:
+    """Window by window, token by token."""
+    tokens, columns = ape.shape
+    starts = rows.starts_N1.tolist()
+    out = [rows_RC.new_zeros(width)] * len(rows_RC)
+    for begin, end in zip(starts, starts[1:], strict=False):
+        for last in range(begin + tokens - 1, end, tokens):
+            first = last + 1 - tokens
+            values = list(rows_RC[first : last + 1, columns - width : columns])
+            gates = list(rows_RC[first : last + 1, 2 * columns - width :] + ape[:, columns - width :])
+            if columns > width and first > begin:
+                values += list(rows_RC[first - tokens : first, :width])
+                gates += list(rows_RC[first - tokens : first, columns : columns + width] + ape[:, :width])
+            out[last] = (torch.softmax(torch.stack(gates), 0) * torch.stack(values)).sum(0)
+    return torch.stack(out).to(program.torch_dtype if rows_RC.dtype == torch.float64 else torch.float32)
+
+
+def _compressed_selected(q: Tensor, weights: Tensor, keys: CompressedRows, rows: Rows, top_k: int, *, program: Program) -> Tensor:
+    """All scores of a document at once."""
+    starts = rows.starts_N1.tolist()
+    out = torch.full((len(q), top_k), -1, dtype=torch.int32)
+    for begin, end in zip(starts, starts[1:], strict=False):
+        mine = keys.rows[begin:end][keys.tokens - 1 :: keys.tokens].to(q.dtype)
+        scores = torch.einsum("rht,rh->rt", functional.relu(torch.einsum("rhe,te->rht", q[begin:end], mine)), weights[begin:end]) + 0.0
+        for r, score in enumerate(scores):
+            seen = (r + 1) // keys.tokens
+            found = torch.sort(score[:seen], descending=True, stable=True).indices[:top_k].sort().values
+            out[begin + r, : len(found)] = found.to(torch.int32)
+    return out
+
+
+def _sunk_attention(
+    q: Tensor, history: WindowedRows, chosen: Any, sinks: Tensor, rows: Rows, window: int, scale: float, *, program: Program
+) -> Tensor:
+    """One softmax of all scores and the sink, row by row."""
+    starts = rows.starts_N1.tolist()
+    out = []
+    for begin, end in zip(starts, starts[1:], strict=False):
+        pooled = history.compressed_of(0, begin, end, end - begin).to(q.dtype)
+        for r in range(begin, end):
+            seen = (r - begin + 1) // history.tokens if history.tokens else 0
+            listed = pooled[:seen] if chosen is None else pooled[chosen[r][chosen[r] >= 0].long()]
+            mine = torch.cat([history.window[max(begin, r + 1 - window) : r + 1].to(q.dtype), listed])
+            scores = torch.cat([q[r] @ mine.T * scale, sinks[:, None].to(q.dtype)], 1)
+            out.append(torch.softmax(scores, -1)[:, :-1] @ mine)
+    return torch.stack(out)
+
+
 TEXTBOOK: dict[str, Op] = {
+    "hyper_pre": _hyper_pre,
+    "hyper_post": lambda branch, streams, post, comb, *, program: (
+        torch.einsum("rjk,rjd->rkd", comb, streams.to(comb.dtype)) + post[..., None] * branch.to(comb.dtype)[:, None]
+    ),
+    "hyper_head": _hyper_head,
+    "tail_rope": _tail_rotate,
+    "softplus_route": _softplus_route,
+    "hash_route": lambda logits, ids, table, scale, *, program: (_softplus_weights(logits, table[ids], scale), table[ids]),
+    "compress": _windows,
+    "compressed_select": _compressed_selected,
+    "compressed_attention": _sunk_attention,
     "embed": lambda ids, weight, *, program: functional.embedding(ids, weight),
     "linear": lambda x, weight, *, program, out_dtype=None, k_parts=1: x @ weight.T,
     "rms_norm": _norm,

@@ -24,7 +24,9 @@ ROUNDED_ONCE = 2.0**-8
 # ... or read something that was itself rounded: attention's saved output, rms_norm's residual sum, the experts' inner rows,
 # log_prob's d logits
 ROUNDED_TWICE = 2.0**-7
-BF16_BOUND = dict.fromkeys(("attention", "rms_norm", "norm_rope", "experts", "log_prob", "fp8_linear"), ROUNDED_TWICE)
+BF16_BOUND = dict.fromkeys(
+    ("attention", "compressed_attention", "rms_norm", "norm_rope", "experts", "log_prob", "fp8_linear"), ROUNDED_TWICE
+)
 # two float64 computations of one formula: sums of at most some 10,000 terms
 FLOAT64_BOUND = 1e-11
 
@@ -57,7 +59,7 @@ def differentiable(bf16: bool = False, device: str = "cpu") -> list[Any]:
 def test_every_op_has_a_gradient_or_a_reason() -> None:
     without = {name for name in CONTRACTS if not any(case.gradients for case in cases_of(name, ALIGNED))}
     # sample draws tokens; its replay, score_filtered, is differentiated in its own tests. select chooses positions, codes are steps.
-    assert without <= {"sample", "select", "fp8_quantise"}
+    assert without <= {"sample", "select", "compressed_select", "fp8_quantise"}
 
 
 @pytest.mark.parametrize("case", differentiable())

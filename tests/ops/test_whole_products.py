@@ -19,7 +19,20 @@ from zoo.testing import tensors
 FP32 = resolve("transformers", "cpu", torch.float32)
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linalg_solve_triangular"}
-MULTIPLY = ("attention", "experts", "fp8_linear", "gated_delta", "head_linear", "linear", "log_prob", "sparse_attention")
+MULTIPLY = (
+    "attention",
+    "compressed_attention",
+    "experts",
+    "fp8_linear",
+    "gated_delta",
+    "head_linear",
+    "hyper_head",
+    "hyper_post",
+    "hyper_pre",
+    "linear",
+    "log_prob",
+    "sparse_attention",
+)
 
 
 @pytest.fixture(params=["tf32", "none", "ieee"])

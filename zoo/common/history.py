@@ -95,7 +95,8 @@ class _Slots(_Record):
     def of_sequences(self, sequences: slice = slice(None)) -> Self:
         """A copy of the slots of some of the sequences, by their order: slots 0, 1, ... of the copy."""
         mine = self.slot_N[sequences]
-        pools = {f.name: getattr(self, f.name)[mine] for f in fields(self) if f.name != "slot_N"}  # type: ignore[arg-type]
+        every = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "slot_N"}  # type: ignore[arg-type]
+        pools = {name: pool[mine] for name, pool in every.items() if isinstance(pool, Tensor)}
         return replace(self, **pools, slot_N=torch.arange(len(mine), device=mine.device))  # type: ignore[type-var]
 
     def words(self) -> str:
@@ -188,6 +189,104 @@ class PackedDelta(_Record):
         """A copy of what stands before some of the documents."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: None if part is None else _copy(part[sequences]) for name, part in parts.items()})
+
+    def words(self) -> str:
+        return "whole documents"
+
+
+@dataclass(frozen=True)
+class CompressedRows(_Rows):
+    """One row for every `tokens` tokens: [R, E] in row order, where the row of a token that completes one alone says something, or
+    [P, page / tokens, E] behind a page table [N, B] (int32)."""
+
+    rows: Tensor
+    tokens: int
+    page_table_NB: Tensor | None = None
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        return replace(self, **_cut(self, {"rows": self.tokens}, n, first, row, position))
+
+    def of(self, n: int, first: int, last: int, length: int) -> Tensor:
+        """[length // tokens, E] of sequence n, whose rows first .. last are being pushed."""
+        return _compressed_of(self.rows, self.tokens, self.page_table_NB, n, first, last, length)
+
+    def words(self) -> str:
+        return "packed" if self.packed else f"a row for {self.tokens} tokens in pages of {self.rows.shape[1] * self.tokens}"
+
+
+@dataclass(frozen=True)
+class WindowedRows(_Rows):
+    """One row a token, of which the newest are read, and one for every `tokens` tokens, all in the layouts of `TokenRows` and
+    `CompressedRows`; without compressed rows `tokens` is 0.
+
+    name  what a server names the compressed rows by
+    """
+
+    window: Tensor
+    compressed: Tensor | None
+    tokens: int
+    name: str
+    page_table_NB: Tensor | None = None
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        kept = {"window": 1} | ({} if self.compressed is None else {"compressed": self.tokens})
+        return replace(self, **_cut(self, kept, n, first, row, position))
+
+    def window_of(self, n: int, first: int, last: int, length: int) -> Tensor:
+        """[length, E] of sequence n, whose rows first .. last are being pushed."""
+        return TokenRows(self.window, self.page_table_NB).of(n, first, last, length)
+
+    def compressed_of(self, n: int, first: int, last: int, length: int) -> Tensor:
+        """[length // tokens, E] of it; none without compressed rows."""
+        if self.compressed is None:
+            return self.window.new_empty(0, self.window.shape[-1])
+        return _compressed_of(self.compressed, self.tokens, self.page_table_NB, n, first, last, length)
+
+    def words(self) -> str:
+        return "packed" if self.packed else f"tokens in pages of {self.window.shape[1]}, with one row for {self.tokens} of them"
+
+
+def _compressed_of(rows: Tensor, tokens: int, page_table_NB: Tensor | None, n: int, first: int, last: int, length: int) -> Tensor:
+    if page_table_NB is None:
+        return rows[first:last][tokens - 1 :: tokens]
+    return rows[page_table_NB[n].long().clamp(min=0)].flatten(0, 1)[: length // tokens]
+
+
+def _cut(record: Any, kept: dict[str, int], n: int, first: int, row: int, position: int) -> dict[str, Any]:
+    """Copies of what a row reads of tensors with a row for so many tokens each, and the table of the copied pages."""
+    table_NB = record.page_table_NB
+    if table_NB is None:
+        return {name: getattr(record, name)[first : row + 1].detach().clone() for name in kept}
+    page_size = max(getattr(record, name).shape[1] * tokens for name, tokens in kept.items())
+    pages = table_NB[n, : position // page_size + 1].long()
+    cut: dict[str, Any] = {name: getattr(record, name)[pages] for name in kept}
+    return cut | {"page_table_NB": torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]}
+
+
+@dataclass(frozen=True)
+class OpenWindows(_Slots):
+    """One layer's rows before they are pooled, of the window that is open and, where windows overlap, of the one before: position p
+    lies at p % W of [S, W, C] (FP32), and the slots being pushed (int64).
+
+    name  what a server names them by
+    """
+
+    rows_SWC: Tensor
+    slot_N: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class WholeWindows(_Record):
+    """Training: whole documents, whose windows are all in the call. `name`: what a server names the open ones by."""
+
+    name: str
+    packed = True
+    takes_push = True
+    changes = False
+
+    def of_row(self, n: int, first: int, row: int, position: int) -> Self:
+        return self
 
     def words(self) -> str:
         return "whole documents"

@@ -7,6 +7,7 @@ share the work: two tables made in one process were seen to differ.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +25,51 @@ def rope_table(positions: int, rope_dim: int, theta: float) -> Tensor:
 
     ValueError beyond 2^22 radians.
     """
+    return table_of(_frequencies(rope_dim, theta), positions, f"at theta {theta}")
+
+
+def _frequencies(rope_dim: int, theta: float) -> Tensor:
     exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
-    frequency = 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
+    return 1.0 / torch.tensor([theta**e for e in exponent.tolist()], dtype=torch.float32)
+
+
+class Yarn(NamedTuple):
+    """Frequencies for `factor` times the `original` positions; pairs that turn `fast` times in them or more keep theirs, pairs that
+    turn `slow` times or less have theirs divided by the factor, and what lies between goes over in a straight line."""
+
+    factor: float
+    original: int
+    fast: float
+    slow: float
+
+
+def yarn_table(positions: int, rope_dim: int, theta: float, yarn: Yarn) -> Tensor:
+    """`rope_table` with YaRN's frequencies, without its factor on cosine and sine: Peng et al. 2023 (arXiv 2309.00071), section 3.2.
+
+    ValueError beyond 2^22 radians.
+    """
+    frequency = _frequencies(rope_dim, theta)
+
+    def pair(turns: float) -> float:
+        return rope_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair(yarn.fast)), 0)
+    last = min(math.ceil(pair(yarn.slow)), rope_dim - 1)
+    ramp = (torch.arange(len(frequency), dtype=torch.float32) - first) / (last - first if last > first else 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    # as transformers and the published code write it: products and the sum in FP32
+    mixed = frequency / yarn.factor * (1 - kept) + frequency * kept
+    return table_of(mixed, positions, f"at theta {theta} and {yarn}")
+
+
+def table_of(frequency: Tensor, positions: int, words: str) -> Tensor:
+    """[positions, len(frequency), 2] FP32 on the CPU: cos and sin of p * frequency. ValueError beyond 2^22 radians."""
     if not positions * float(frequency.max()) <= MOST_RADIANS:
         raise ValueError(
-            f"rope: {positions} positions at theta {theta} turn by {positions * float(frequency.max()):g} radians, at most {MOST_RADIANS}"
+            f"rope: {positions} positions {words} turn by {positions * float(frequency.max()):g} radians, at most {MOST_RADIANS}"
         )
-    table = torch.empty(positions, len(exponent), 2, dtype=torch.float32)
-    step = max(1, BLOCK // max(len(exponent), 1))
+    table = torch.empty(positions, len(frequency), 2, dtype=torch.float32)
+    step = max(1, BLOCK // max(len(frequency), 1))
     for first in range(0, positions, step):
         p = torch.arange(first, min(first + step, positions), dtype=torch.float32)
         table[first : first + step, :, 0], table[first : first + step, :, 1] = cosine_and_sine(p[:, None] * frequency)
