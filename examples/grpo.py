@@ -1,23 +1,27 @@
-"""Group-relative policy optimisation (GRPO) with the trainer and the embedded engine, at zero train-inference mismatch.
+"""Group-relative policy optimisation (GRPO) at zero train-inference mismatch.
 
     python examples/grpo.py                                     # a tiny random model on the CPU, under a minute
-    python examples/grpo.py --model PATH --device cuda          # any checkpoint that the zoo loads
+    python examples/grpo.py --model PATH --device cuda          # any checkpoint that the zoo loads, with the embedded engine
+    python examples/grpo.py --model PATH --server http://127.0.0.1:30000   # the same against a stock SGLang with the plugin
+
+The server is another process: `python -m sglang.launch_server --model-path PATH --attention-backend zoo --skip-tokenizer-init`.
 
 The task is a toy: a token earns 1 if its id is even. Every step samples a group of completions a prompt, scores them with the trainer,
-counts the bytes in which trainer and sampler differ (0), takes one step of AdamW, and hands the weights to the engine.
+counts the bytes in which trainer and sampler differ (0), takes one step of AdamW on FP32 masters, and hands the weights to the sampler.
 
-DeepSeekMath (section 4.1) describes the objective: a completion's advantage is its reward less the mean of its group, over the group's
-standard deviation. The first step after sampling has a ratio of exactly 1, which is why nothing is clipped here: with one update a
-batch the trainer is the sampler.
+The objective is that of DeepSeekMath (section 4.1): a completion's advantage is its reward less the mean of its group, over the group's
+standard deviation; each token's is clipped by its ratio of probabilities, trainer over sampler. With one step a batch and equal bytes every
+ratio is exactly 1 and nothing is clipped. K3 is Schulman's estimate of the divergence between the two: the mean of ratio - 1 - log(ratio).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +29,19 @@ from torch import Tensor
 import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
-from zoo.common.rollouts import Completion, SamplingParams
+from zoo.common.rollouts import Completion, SamplingParams, pack
 from zoo.common.serving import ForServing
+from zoo.common.threads import suited
 from zoo.common.training import ForRL
+from zoo.sglang_plugin import Server
 
 Reward = Callable[[Completion], float]
+CLIP = 0.2
 
 
 def even_tokens(record: Completion) -> float:
     """The share of even ids among the drawn tokens."""
     return sum(token % 2 == 0 for token in record.output_ids) / len(record.output_ids)
-
-
-def packed(records: Sequence[Completion], device: torch.device) -> tuple[Tensor, Tensor, list[slice]]:
-    """Ids [R], cu_seqlens [N + 1], and the rows whose targets each record drew."""
-    lengths = [len(r.prompt_ids) + len(r.output_ids) for r in records]
-    ends = list(accumulate(lengths))
-    ids = torch.tensor([token for r in records for token in (*r.prompt_ids, *r.output_ids)], device=device)
-    drawn = [slice(end - len(r.output_ids) - 1, end - 1) for end, r in zip(ends, records, strict=True)]
-    return ids, torch.tensor([0, *ends], dtype=torch.int32, device=device), drawn
 
 
 def advantages(rewards: Sequence[float], group: int) -> Tensor:
@@ -53,14 +51,9 @@ def advantages(rewards: Sequence[float], group: int) -> Tensor:
     return (centred / (by_group.std(1, keepdim=True) + 1e-6)).flatten()
 
 
-def differing_bytes(trainer: Tensor, sampler: Sequence[float]) -> int:
-    reported = torch.tensor(sampler, dtype=torch.float32)
-    return int((trainer.detach().cpu().view(torch.uint8) != reported.view(torch.uint8)).sum())
-
-
 def train(
     trainer: ForRL,
-    server: ForServing,
+    sampler: Engine | Server,
     prompts: Sequence[Sequence[int]],
     reward: Reward,
     *,
@@ -68,49 +61,76 @@ def train(
     group: int = 8,
     rate: float = 1e-3,
     params: SamplingParams | None = None,
-    seed: int = 0,
 ) -> Iterator[dict[str, float]]:
-    """Yields a step's mean reward, differing bytes and loss."""
+    """Yields a step's mean reward, the bytes in which trainer and sampler differ, K3, share of clipped tokens and loss."""
     params = params or SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
-    engine = Engine(server, seed=seed)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, weight_decay=0.0)
-    device = next(trainer.parameters()).device
     for step in range(1, steps + 1):
-        records = engine.generate(prompts, params, n=group)
-        fingerprint = trainer.fingerprint()
-        stale = [record.request_id for record in records if not record.on_policy(fingerprint)]
+        records = sampler.generate(prompts, params, n=group)
+        mine = trainer.weights_version
+        stale = [record.request_id for record in records if set(record.output_versions) != {mine}]
         assert not stale, f"drawn by other weights than the trainer's: {stale}"
         rewards = [reward(record) for record in records]
-        ids, cu_seqlens, drawn = packed(records, device)
-        scored = trainer.score(ids, cu_seqlens, sampling=[record.sampling for record in records])
-        differing = sum(differing_bytes(scored[rows], record.filtered_log_probs) for rows, record in zip(drawn, records, strict=True))
-        gained = advantages(rewards, group).to(device)
-        loss = -torch.stack([scored[rows].mean() * gained[i] for i, rows in enumerate(drawn)]).mean()
+        batch = pack(records, trainer.device)
+        scored = trainer.score(batch.ids_R, batch.cu_seqlens, sampling=batch.sampling)
+        log_ratio = torch.where(batch.drawn_R, scored - batch.sampled_R, 0.0)
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        shares = advantages(rewards, group) / torch.tensor([len(record.output_ids) * len(records) for record in records])
+        weight = batch.spread(shares)
+        loss = -torch.minimum(ratio * weight, clipped * weight).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        engine.update_weights(trainer.published_tensors(), version=f"step {step}")
-        yield {"step": step, "reward": sum(rewards) / len(rewards), "differing_bytes": differing, "loss": float(loss.detach())}
+        sampler.update_weights(trainer.published_tensors(aliases=False), version=f"step {step}")
+        drawn = batch.drawn_R
+        yield {
+            "step": step,
+            "reward": sum(rewards) / len(rewards),
+            "differing_bytes": batch.differing_bytes(scored),
+            "k3": float((ratio - 1 - log_ratio).detach()[drawn].mean()),
+            "clip_ratio": float((ratio != clipped)[drawn].float().mean()),
+            "loss": float(loss.detach()),
+        }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def told(row: dict[str, float]) -> str:
+    """A step as a line."""
+    mismatch = f"differing bytes {row['differing_bytes']:.0f}  K3 {row['k3']:.1e}  clipped {row['clip_ratio']:.1%}"
+    return f"step {row['step']:3.0f}  reward {row['reward']:.3f}  {mismatch}  loss {row['loss']:+.4f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="folder or hub id; without one, a tiny random checkpoint")
     parser.add_argument("--device", help="cpu or cuda")
+    parser.add_argument("--server", help="address of a stock SGLang with the plugin that serves --model; without one, the embedded engine")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--group", type=int, default=8, help="completions a prompt")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's learning rate; 1e-6 is usual for a real model")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON a step")
+    given = parser.parse_args(arguments)
+    if given.server and not given.model:
+        parser.error("--server needs --model, the checkpoint that it was started with")
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or str(make_tiny("qwen3", Path(folder) / "tiny"))
         trainer = zoo.load(model, role="rl", device=given.device, master_dtype=torch.float32)
-        server = zoo.load(model, role="serving", device=given.device)
-        assert isinstance(trainer, ForRL) and isinstance(server, ForServing)
+        assert isinstance(trainer, ForRL)
+        sampler: Any = Server(given.server, seed=given.seed) if given.server else embedded(model, given.device, given.seed)
         prompts = [[1, 40, 50, 60], [1, 7, 8, 9], [1, 300, 200, 100], [1, 11, 13, 17]]
-        for row in train(trainer, server, prompts, even_tokens, steps=given.steps, group=given.group, rate=given.rate, seed=given.seed):
-            told = f"reward {row['reward']:.3f}  differing bytes {row['differing_bytes']:.0f}  loss {row['loss']:+.4f}"
-            print(f"step {row['step']:3.0f}  {told}")
+        with suited(trainer):
+            for row in train(trainer, sampler, prompts, even_tokens, steps=given.steps, group=given.group, rate=given.rate):
+                print(told(row), flush=True)
+                if given.out is not None:
+                    with given.out.open("a") as rows:
+                        rows.write(json.dumps(row) + "\n")
+
+
+def embedded(model: str, device: str | None, seed: int) -> Engine:
+    server = zoo.load(model, role="serving", device=device)
+    assert isinstance(server, ForServing)
+    return Engine(server, seed=seed)
 
 
 if __name__ == "__main__":

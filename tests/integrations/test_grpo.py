@@ -1,18 +1,23 @@
-"""examples/grpo.py: the reward rises, no byte differs, and what was drawn by other weights is noticed."""
+"""examples/grpo.py: the reward rises and no byte differs, by the embedded engine and by a server; stale weights are noticed."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from server_stand_in import StandIn, serving
 
 import zoo
+from benchmarks import grpo as bench
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
-from zoo.common.rollouts import SamplingParams
+from zoo.common.rollouts import SamplingParams, check_draws
+from zoo.sglang_plugin import Server
 
 PROMPTS = [[1, 40, 50, 60], [1, 7, 8, 9]]
 SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True, top_p=0.98)
@@ -28,47 +33,161 @@ def grpo() -> Any:
     return module
 
 
-def models(arch: str, folder: Path) -> tuple[Any, Any]:
-    path = make_tiny(arch, folder / arch)
-    return zoo.load(path, role="rl", device="cpu", master_dtype=torch.float32), zoo.load(path, role="serving", device="cpu")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3", layers=1)
+
+
+def models(path: Path) -> tuple[Any, Any]:
+    trainer = zoo.load(path, role="rl", device="cpu", master_dtype=torch.float32)
+    return trainer, zoo.load(path, role="serving", device="cpu")
 
 
 def test_the_reward_rises_and_no_byte_differs(grpo: Any, tmp_path: Path) -> None:
-    trainer, server = models("qwen3", tmp_path)
-    rows = list(grpo.train(trainer, server, PROMPTS, grpo.even_tokens, steps=8, rate=3e-3, params=SHORT))
+    trainer, server = models(make_tiny("qwen3", tmp_path / "tiny"))
+    sampler = Engine(server, seed=0)
+    rows = list(grpo.train(trainer, sampler, PROMPTS, grpo.even_tokens, steps=8, rate=3e-3, params=SHORT))
     assert [row["differing_bytes"] for row in rows] == [0] * 8
+    assert [row["k3"] for row in rows] == [row["clip_ratio"] for row in rows] == [0.0] * 8
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "qwen3_5", "glm5"])
 def test_other_families_train_too(grpo: Any, arch: str, tmp_path: Path) -> None:
-    trainer, server = models(arch, tmp_path)
-    rows = list(grpo.train(trainer, server, PROMPTS[:1], grpo.even_tokens, steps=2, group=4, params=SHORT))
+    trainer, server = models(make_tiny(arch, tmp_path / arch))
+    rows = list(grpo.train(trainer, Engine(server, seed=0), PROMPTS[:1], grpo.even_tokens, steps=2, group=4, params=SHORT))
     assert [row["differing_bytes"] for row in rows] == [0, 0]
 
 
-def test_an_engine_that_was_not_updated_is_noticed(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, server = models("qwen3", tmp_path)
+def test_a_sampler_of_other_bytes_is_seen_in_every_number(grpo: Any, folder: Path) -> None:
+    """The control: log-probabilities that a sampler reports with an error, as one of unaligned kernels does."""
+    trainer, server = models(folder)
+    engine = Engine(server, seed=0)
+
+    class Inexact:
+        def generate(self, *given: Any, **named: Any) -> Any:
+            return [
+                replace(record, filtered_log_probs=tuple(value + 0.3 * (i % 2) for i, value in enumerate(record.filtered_log_probs)))
+                for record in engine.generate(*given, **named)
+            ]
+
+        update_weights = engine.update_weights
+
+    [row] = grpo.train(trainer, Inexact(), PROMPTS, grpo.even_tokens, steps=1, group=2, params=SHORT)
+    assert row["differing_bytes"] > 0 and row["k3"] > 0.01 and row["clip_ratio"] == 0.5
+
+
+def test_an_engine_that_was_not_updated_is_noticed(grpo: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, server = models(folder)
     monkeypatch.setattr(Engine, "update_weights", lambda self, *given, **named: self.version)
     with pytest.raises(AssertionError, match="drawn by other weights than the trainer's"):
-        list(grpo.train(trainer, server, PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT))
-
-
-def test_a_bit_is_counted(grpo: Any) -> None:
-    scored = torch.tensor([-1.0, -2.0])
-    other = torch.nextafter(scored, torch.zeros(2))
-    assert grpo.differing_bytes(scored, scored.tolist()) == 0 < grpo.differing_bytes(scored, other.tolist())
-
-
-def test_masters_move_where_a_bf16_parameter_would_not(grpo: Any, tmp_path: Path) -> None:
-    trainer, server = models("qwen3", tmp_path)
-    before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
-    list(grpo.train(trainer, server, PROMPTS, grpo.even_tokens, steps=1, rate=1e-6, params=SHORT))
-    moved = [(p.detach() != before[name]).float().mean() for name, p in trainer.named_parameters() if name != "model.embed.weight"]
-    rounded = [(p.detach().bfloat16() != before[name].bfloat16()).float().mean() for name, p in trainer.named_parameters()]
-    assert min(moved) > 0.5 > 0.1 > max(rounded)
+        list(grpo.train(trainer, Engine(server), PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT))
 
 
 def test_advantages_are_of_the_group(grpo: Any) -> None:
     found = grpo.advantages([0.0, 1.0, 3.0, 3.0], 2)
     assert found[:2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-4) and found[2:].tolist() == [0.0, 0.0]
+
+
+class TestServer:
+    """Against a stand-in of SGLang with the plugin, built on the embedded engine."""
+
+    def test_the_script_runs_against_a_server(self, grpo: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        stand_in = StandIn(zoo.load(folder, role="serving", device="cpu"))
+        out = tmp_path / "rows.jsonl"
+        with serving(stand_in) as url:
+            words = ["--model", str(folder), "--device", "cpu", "--server", url, "--steps", "3", "--group", "2", "--out", str(out)]
+            grpo.main(words)
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["differing_bytes"] for row in rows] == [0, 0, 0] and stand_in.labels == ["step 1", "step 2", "step 3"]
+        assert capsys.readouterr().out.count("differing bytes 0") == 3
+
+    def test_records_are_those_of_an_engine_asked_the_same(self, folder: Path) -> None:
+        trainer, model = models(folder)
+        asked = [replace(SHORT, seed=5), SamplingParams(temperature=0.0, max_new_tokens=4), replace(SHORT, seed=9, stop_token_ids=(4, 5))]
+        prompts = [*PROMPTS, [7, 8]]
+        expected = Engine(model, pages=64, page_size=16).generate(prompts, asked)
+        with serving(StandIn(model)) as url:
+            server = Server(url, seed=3)
+            found = server.generate(prompts, asked)
+            fresh = server.generate(PROMPTS, SHORT, n=2)
+            assert server.fingerprint() == model.fingerprint()
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine.output_ids, mine.log_probs, mine.filtered_log_probs) == (
+                theirs.output_ids,
+                theirs.log_probs,
+                theirs.filtered_log_probs,
+            )
+        assert len({record.sampling.seed for record in fresh}) == 4
+        check_draws(trainer, *found, *fresh)
+
+    def test_a_server_that_does_not_take_weights_is_noticed(self, grpo: Any, folder: Path) -> None:
+        trainer, model = models(folder)
+        stand_in = StandIn(model)
+        with serving(stand_in) as url:
+            server = Server(url)
+            with pytest.raises(
+                ValueError, match="the server did not take the weights: the weights were not updated: .* is no tensor of this"
+            ):
+                server.update_weights([("absent", torch.zeros(2))])
+            stand_in.updates = False
+            with pytest.raises(AssertionError, match="drawn by other weights than the trainer's"):
+                list(grpo.train(trainer, server, PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT))
+            with pytest.raises(ValueError, match=r"the server refuses /generate: .*outside the vocabulary of 512"):
+                server.generate([[600]], SHORT)
+        with pytest.raises(ValueError, match="no SGLang server answers /generate at"):
+            server.generate(PROMPTS, SHORT)
+
+    def test_an_engine_of_this_process_takes_tensors(self, folder: Path) -> None:
+        _, model = models(folder)
+        stand_in = StandIn(model)
+        pushed: list[list[str]] = []
+
+        class Object:
+            """What Server calls of `sglang.Engine`."""
+
+            def get_server_info(self) -> Any:
+                return stand_in.answer("/server_info", {})
+
+            def generate(self, **body: Any) -> Any:
+                return stand_in.answer("/generate", body)
+
+            def update_weights_from_tensor(self, tensors: list[Any]) -> tuple[bool, str]:
+                pushed.append([name for name, _ in tensors])
+                stand_in.engine.update_weights(tensors)
+                return True, ""
+
+        server = Server(Object())
+        with torch.no_grad():
+            other = zoo.load(folder, role="rl", device="cpu")
+            next(iter(other.parameters())).mul_(2)
+        assert server.update_weights(other.published_tensors(aliases=False)) == other.fingerprint().weights == server.fingerprint().weights
+        assert len(pushed) == 1 and server.generate(PROMPTS, SHORT)[0].fingerprint.weights == other.fingerprint().weights
+
+
+def test_the_benchmark_writes_one_row_of_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = [
+        "qwen3",
+        "--size",
+        "tiny",
+        "--layers",
+        "1",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--group",
+        "2",
+        "--tokens",
+        "4",
+        "--out",
+        str(out),
+    ]
+    assert bench.main(words) == 0 and bench.main(words) == 0
+    first, again = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["steps"] == 2 and first["differing_bytes"] == [0, 0] and first["compared_bytes"] == 2 * 16 * 4 * 4
+    assert first["reward"] == again["reward"] and len(first["reward"]) == 2  # the same seeds, the same tokens
+    assert "2 steps, 512 bytes compared, 0 differ" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main([*words, "--sampler", "unaligned"])

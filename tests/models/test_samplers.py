@@ -13,9 +13,9 @@ import torch
 import zoo
 from zoo.common.engine import Engine
 from zoo.sglang_plugin.names import FILTERED, REQUEST, STATE, WEIGHTS, WEIGHTS_DIGITS
-from zoo.sglang_plugin.requests import prompt_digest, sampling_params
+from zoo.sglang_plugin.requests import prompt_digest, sampling_params, sent
 from zoo.verify.ladder import Ladder, Result
-from zoo.verify.samplers import SGLang, check_engine, request
+from zoo.verify.samplers import SGLang, check_engine
 from zoo.verify.subject import Settings, build
 
 SMALL = Settings((1, 65, 130), tail=2, page_sizes=(16,), steps=1, requests=6, drawn=4)
@@ -129,7 +129,7 @@ def test_parameters_arrive_as_they_were_meant() -> None:
     from zoo.verify.live import PARAMS
 
     for params in PARAMS:
-        found = sampling_params(request(params), seed=0)
+        found = sampling_params(sent(params), seed=0)
         same = ("temperature", "top_k", "top_p", "min_p") if params.seed >> 63 else ("temperature", "top_k", "top_p", "min_p", "seed")
         assert all(vars(found)[name] == vars(params)[name] for name in same), params
 

@@ -66,19 +66,19 @@ def _server_info(server: Any) -> Any:
         try:
             return server.get_server_info()
         except Exception as error:
-            raise ValueError(f"the engine does not say what it runs: {_first_words(error)}") from error
+            raise ValueError(f"the engine does not say what it runs: {first_words(error)}") from error
     if not server.startswith(("http://", "https://")):
         raise ValueError(f"a server's address starts with http:// or https://, not {server!r:.80}")
     try:
         with urllib.request.urlopen(server.rstrip("/") + "/server_info", timeout=PATIENCE) as answer:
             return json.loads(_body(answer))
     except (OSError, HTTPException, ValueError, RecursionError) as error:
-        raise ValueError(f"no SGLang server answers at {server!r:.80}: {_first_words(error)}") from error
+        raise ValueError(f"no SGLang server answers at {server!r:.80}: {first_words(error)}") from error
 
 
-def _first_words(error: Exception) -> str:
-    """What an error says, on one line that a terminal can show: a stranger may have written it."""
-    said = str(error)[:200] or type(error).__name__
+def first_words(error: Exception, body: bytes = b"") -> str:
+    """What an error says, or the answer that came with it, on one line that a terminal can show: a stranger may have written it."""
+    said = (body.decode(errors="replace") or str(error))[:200] or type(error).__name__
     return said if said.isprintable() else repr(said)
 
 

@@ -12,6 +12,7 @@ from zoo.common.rollouts import SamplingParams
 TOP_K_ALL = 1 << 30  # SGLang's "whole vocabulary"
 SGLANGS_MOST = 128  # output tokens of a request that names no max_new_tokens
 UNBOUNDED = 1 << 30  # of one that says None: no context is longer
+SENT_SEEDS = 1 << 63  # SGLang sends seeds as int64
 GREEDY_BELOW = 1e-6  # SGLang turns a lower temperature into temperature 1 with top_k 1
 # field of a request -> the values that leave the logits alone
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -83,6 +84,20 @@ def sampling_params(given: Any, seed: int | None = None) -> SamplingParams:
         min_p=float(field("min_p", 0.0)),
         seed=seed,
     )
+
+
+def sent(params: SamplingParams) -> dict[str, Any]:
+    """The zoo's parameters as a client of SGLang sends them; a seed that SGLang can't is left to it, and comes back in the answer."""
+    out: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "ignore_eos": params.ignore_eos}
+    if params.filters:
+        out |= {"top_k": params.top_k or -1, "top_p": params.top_p, "min_p": params.min_p}
+    if params.stop_token_ids:
+        out["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        out["stop"] = list(params.stop)
+    if params.seed is not None and params.seed < SENT_SEEDS:
+        out["sampling_seed"] = params.seed
+    return out
 
 
 def ending(given: dict[str, Any], ended_by: int | None = None) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from zoo.common.engine import Engine
 from zoo.common.engine.sizing import MAX_BATCH
 from zoo.common.rollouts import Completion, SamplingParams
+from zoo.sglang_plugin.requests import sent as sent_params
 from zoo.verify.subject import Subject
 
-SEEDS = 1 << 63  # SGLang sends seeds as int64: one beyond is left to it, and comes back in the record
 MARGIN = 8  # tokens that SGLang wants beyond a prompt and its answer
 
 
@@ -76,7 +76,7 @@ class SGLang:
 
         if self._engine is None:
             self._engine = self._started(prompts, params)
-        sent = [request(p) for p in params]
+        sent = [sent_params(p) for p in params]
         asked = [list(prompt) for prompt in prompts]
         answers = self._engine.generate(input_ids=asked, sampling_params=sent, return_logprob=True)
         served = fingerprint(self._engine)
@@ -125,16 +125,6 @@ class SGLang:
         folder = Path(self._folder.name) / "weights"
         trainer.save_pretrained(folder)
         return str(folder)
-
-
-def request(params: SamplingParams) -> dict[str, Any]:
-    """The zoo's parameters as a client of SGLang sends them."""
-    out: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens, "ignore_eos": params.ignore_eos}
-    if params.filters:
-        out |= {"top_k": params.top_k or -1, "top_p": params.top_p, "min_p": params.min_p}
-    if params.seed is not None and params.seed < SEEDS:
-        out["sampling_seed"] = params.seed
-    return out
 
 
 def sampler(engine: str, subject: Subject) -> Sampler:
