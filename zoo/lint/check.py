@@ -17,6 +17,7 @@ WRITTEN = (*PRODUCT, "benchmarks", "tests")
 # where numbers are made on purpose: the ops, and what judges or rivals them
 COMPUTES = {
     "zoo/common/ops/": "the ops",
+    "zoo/common/rollouts/curves.py": "how far trainer and sampler are apart, in float64",
     "zoo/common/hashing.py": "random weights and checksums, in integers",
     "zoo/lint/": "reads source files",
     "zoo/testing.py": "the laws compare outputs",
