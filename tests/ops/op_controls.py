@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.history import CompressedRows, KeyValues, TokenRows, WindowedRows
+from zoo.common.ops.e2m1 import dequantised
 from zoo.common.ops.fp8_quantise import Codes, ScaleRule
 from zoo.common.ops.sample import sample, score_filtered
 from zoo.common.program import Program
@@ -406,6 +407,18 @@ def scales_of_the_first_block(x: Tensor, codes: Tensor, scales: Tensor, rule: Sc
     return ops.fp8_linear(x, codes, scales[:1].expand_as(scales).contiguous(), rule, **named)
 
 
+def odd_columns_first(x: Tensor, chosen: Tensor, gate_up: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Fusion: the high half of a byte is taken for the even column."""
+    both = gate_up.view(torch.uint8)
+    return ops.packed_experts(x, chosen, ((both << 4) | (both >> 4)).view(torch.int8), *others, **named)
+
+
+def plain_packed_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, scales: Tensor, down: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Row: a matmul shaped by how many rows chose the expert."""
+    weights = dequantised(gate_up, scales, x.dtype), dequantised(down, others[0], x.dtype)
+    return plain_experts(x, chosen, *weights, **named)
+
+
 FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("compress", "split"): [{"compress": windows_from_the_push}],
     ("compress", "place"): [{"compress": whole_open_windows}],
@@ -415,6 +428,8 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("compressed_attention", "place"): [{"compressed_attention": dead_windows}],
     ("tail_rope", "row"): [{"tail_rope": relative_tail}],
     ("tail_rope", "fusion"): [{"tail_rope": contracted_tail}],
+    ("packed_experts", "fusion"): [{"packed_experts": odd_columns_first}],
+    ("packed_experts", "row"): [{"packed_experts": plain_packed_experts}, {"packed_experts": batch_scaled(ops.packed_experts)}],
     ("fp8_quantise", "row"): [{"fp8_quantise": quantised_by_batch}],
     ("fp8_linear", "column"): [{"fp8_linear": scales_of_the_first_block}],
     ("attention", "row"): [{"attention": tiled_attention(by_row_count)}],

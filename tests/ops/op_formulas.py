@@ -35,6 +35,7 @@ from zoo.common.ops.layer_norm import reference as layer_norm_reference
 from zoo.common.ops.linear import reference as linear_reference
 from zoo.common.ops.log_prob import reference as log_prob_reference
 from zoo.common.ops.norm_rope import reference as norm_rope_reference
+from zoo.common.ops.packed_experts import reference as packed_experts_reference
 from zoo.common.ops.rms_norm import reference as rms_norm_reference
 from zoo.common.ops.rope import reference as rope_reference
 from zoo.common.ops.route import reference as route_reference
@@ -157,6 +158,7 @@ REFERENCES: dict[str, Op] = {
     "attention": _attention,
     "route": lambda logits, top_k, renormalise, *, program: route_reference.route(logits, top_k, renormalise),
     "experts": lambda x, chosen, gate_up, down, *, program, limit=None: experts_reference.experts(x, chosen, gate_up, down, limit),
+    "packed_experts": lambda x, chosen, *weights, program, limit=None: packed_experts_reference.packed_experts(x, chosen, *weights, limit),
     "combine": _combine,
     "log_prob": _log_prob,
 }
@@ -267,6 +269,15 @@ def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, p
     gated = _gated(torch.einsum("rd,xfd->rxf", x, gate_up), program=program, limit=limit)
     every = torch.einsum("rxf,xdf->rxd", gated, down)
     return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
+
+
+def _values(codes: Tensor, scales: Tensor) -> Tensor:
+    """Of E2M1 codes, by the definition of a float: two bits of exponent with bias 1, one of mantissa."""
+    both = codes.view(torch.uint8).long()
+    code = torch.stack([both % 16, both // 16], -1).flatten(-2)
+    exponent, mantissa = code // 2 % 4, (code % 2).double()
+    size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + mantissa / 2), mantissa / 2)
+    return torch.where(code >= 8, -size, size) * torch.exp2(scales.view(torch.uint8).double() - 127).repeat_interleave(32, -1)
 
 
 def _weighted_sum(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
@@ -403,6 +414,9 @@ TEXTBOOK: dict[str, Op] = {
     "attention": _softmax_attention,
     "route": _top_k,
     "experts": _every_expert,
+    "packed_experts": lambda x, chosen, gate_up, gate_up_scales, down, down_scales, **names: _every_expert(
+        x, chosen, _values(gate_up, gate_up_scales), _values(down, down_scales), **names
+    ),
     "combine": _weighted_sum,
     "log_prob": _log_softmax,
 }

@@ -25,7 +25,7 @@ ROUNDED_ONCE = 2.0**-8
 # log_prob's d logits
 ROUNDED_TWICE = 2.0**-7
 BF16_BOUND = dict.fromkeys(
-    ("attention", "compressed_attention", "rms_norm", "norm_rope", "experts", "log_prob", "fp8_linear"), ROUNDED_TWICE
+    ("attention", "compressed_attention", "rms_norm", "norm_rope", "experts", "packed_experts", "log_prob", "fp8_linear"), ROUNDED_TWICE
 )
 # two float64 computations of one formula: sums of at most some 10,000 terms
 FLOAT64_BOUND = 1e-11

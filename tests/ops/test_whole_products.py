@@ -31,6 +31,7 @@ MULTIPLY = (
     "hyper_pre",
     "linear",
     "log_prob",
+    "packed_experts",
     "sparse_attention",
 )
 

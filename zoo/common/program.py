@@ -65,6 +65,7 @@ _ALIGNED = Specification(
             "gated_rms_norm": "pair_tree",
             "output_gate": "single_round",
             "experts": "fixed_k",
+            "packed_experts": "fixed_k",
             "combine": "contributor_tree",
             "gated_delta": "chunk_replay",
             "fp8_quantise": "nearest",

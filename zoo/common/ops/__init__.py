@@ -27,6 +27,7 @@ from zoo.common.ops.log_prob import TokenScores, log_prob, log_prob_of_logits, l
 from zoo.common.ops.log_prob.top import every_log_prob, named_log_prob, top_log_prob, top_of_logits
 from zoo.common.ops.norm_rope import norm_rope
 from zoo.common.ops.output_gate import output_gate
+from zoo.common.ops.packed_experts import packed_experts
 from zoo.common.ops.rms_norm import add_rms_norm, rms_norm
 from zoo.common.ops.rope import rope, table_hash
 from zoo.common.ops.rope.table import Yarn, rope_table, yarn_table
@@ -81,6 +82,7 @@ __all__ = [
     "named_log_prob",
     "norm_rope",
     "output_gate",
+    "packed_experts",
     "rms_norm",
     "rope",
     "rope_table",

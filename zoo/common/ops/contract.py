@@ -33,7 +33,9 @@ EITHER = "the program's dtype, or float32"
 FLOAT32 = "float32"
 INTEGERS = "int32 or int64"
 FP8 = "float8_e4m3fn"
-READS = (PROGRAM, WIDE, EITHER, FLOAT32, INTEGERS, FP8)
+PACKED = "int8, two codes of four bits"
+EXPONENTS = "float8_e8m0fnu"
+READS = (PROGRAM, WIDE, EITHER, FLOAT32, INTEGERS, FP8, PACKED, EXPONENTS)
 
 
 def always(*_: int) -> bool:
@@ -234,6 +236,8 @@ def _reads(contract: Contract[Any], parameters: Mapping[str, inspect.Parameter],
         FLOAT32: (torch.float32,),
         INTEGERS: (torch.int64, torch.int32),
         FP8: (torch.float8_e4m3fn,),
+        PACKED: (torch.int8,),
+        EXPONENTS: (torch.float8_e8m0fnu,),
     }
     places = {name: place for place, name in enumerate(parameters)}
     split = ((*path.partition("."), kind) for path, kind in contract.reads.items())

@@ -225,7 +225,7 @@ def _place_kernel(
 
 
 @triton.jit
-def _source(position, pair, BY: tl.constexpr, SLOTS: tl.constexpr):
+def source_row(position, pair, BY: tl.constexpr, SLOTS: tl.constexpr):
     """The row that belongs to a position: the position itself, its pair, or its pair's row."""
     if BY == POSITION:
         found = position
@@ -276,7 +276,7 @@ def _product_kernel(
         return
 
     live = pair >= 0
-    source = _source(position, tl.maximum(pair, 0), BY, SLOTS)
+    source = source_row(position, tl.maximum(pair, 0), BY, SLOTS)
     k = tl.arange(0, BLOCK_K)
     a_at = a_ptr + source[:, None] * K + k[None, :]
     if TRANSPOSED:
@@ -308,11 +308,11 @@ def _product_kernel(
     kind = out_ptr.dtype.element_ty
     if SWIGLU:  # gate_up rounds before swiglu does
         acc = silu_times(acc.to(kind).to(tl.float32), acc_up.to(kind).to(tl.float32), LIMIT)
-    target = _source(position, pair, OUT_BY, SLOTS)
+    target = source_row(position, pair, OUT_BY, SLOTS)
     tl.store(out_ptr + target[:, None] * N + n[None, :], acc.to(kind), mask=live[:, None] & (n < N)[None, :])
 
 
-def _product(
+def grouped_product(
     a: Tensor,
     weight: Tensor,
     out: Tensor,
@@ -369,8 +369,8 @@ def experts_triton(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_
     layout = None if rows == 1 else lay_out(chosen, count, tile.rows)
     positions = slots * tile.rows if layout is None else layout.pair_P.numel()
     hidden_PF = x_RD.new_empty(positions, intermediate)
-    _product(x_RD.contiguous(), gate_up_X2FD.contiguous(), hidden_PF, layout, chosen, ROW, POSITION, tile, fused=True, limit=limit)
-    return _product(hidden_PF, down_XDF.contiguous(), out, layout, chosen, POSITION, PAIR, tile)
+    grouped_product(x_RD.contiguous(), gate_up_X2FD.contiguous(), hidden_PF, layout, chosen, ROW, POSITION, tile, fused=True, limit=limit)
+    return grouped_product(hidden_PF, down_XDF.contiguous(), out, layout, chosen, POSITION, PAIR, tile)
 
 
 def experts_deepgemm(x_RD: Tensor, experts_RK: Tensor, gate_up_X2FD: Tensor, down_XDF: Tensor, limit: float | None = None) -> Tensor:
@@ -443,23 +443,34 @@ def experts_backward(
     chosen = experts_RK.contiguous()
     gate_up_X2FD = gate_up_X2FD.contiguous()
     down_XDF = down_XDF.contiguous()
-    tile = Tile(64, 128, 64, 4, 3) if rows * slots <= 96 * count else Tile(128, 128, 64, 8, 3)
+    tile = backward_tile(rows * slots, count)
     layout = lay_out(chosen, count, tile.rows)
     positions = layout.pair_P.numel()
 
     gate_up_P2F = x_RD.new_empty(positions, 2 * intermediate)
-    _product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
+    grouped_product(x_RD, gate_up_X2FD, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
     grad_hidden_PF = x_RD.new_empty(positions, intermediate)
-    _product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
+    grouped_product(grad_RKD, down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
     activated_PF = swiglu(gate_up_P2F, limit, layout.pair_P)
     grad_down_XDF = _weight_grad(grad_RKD, activated_PF, torch.empty_like(down_XDF), layout, PAIR, POSITION)
     grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, limit, layout.pair_P)
     grad_gate_up_X2FD = _weight_grad(grad_gate_up_P2F, x_RD, torch.empty_like(gate_up_X2FD), layout, POSITION, ROW)
     slots_PD = x_RD.new_empty(positions, hidden)
-    _product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)
-    grad_x_RD = torch.empty_like(x_RD)
-    _add_slots_kernel[(rows, triton.cdiv(hidden, 1024))](slots_PD, layout.place_RK, grad_x_RD, D=hidden, SLOTS=slots, BLOCK=1024)
-    return grad_x_RD, grad_gate_up_X2FD, grad_down_XDF
+    grouped_product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)
+    return add_slots(slots_PD, layout), grad_gate_up_X2FD, grad_down_XDF
+
+
+def backward_tile(pairs: int, experts: int) -> Tile:
+    return Tile(64, 128, 64, 4, 3) if pairs <= 96 * experts else Tile(128, 128, 64, 8, 3)
+
+
+def add_slots(slots_PD: Tensor, layout: Layout) -> Tensor:
+    """[R, D]: the sum of each row's slots, in slot order."""
+    rows, slots = layout.place_RK.shape
+    hidden = slots_PD.shape[1]
+    out_RD = slots_PD.new_empty(rows, hidden)
+    _add_slots_kernel[(rows, triton.cdiv(hidden, 1024))](slots_PD, layout.place_RK, out_RD, D=hidden, SLOTS=slots, BLOCK=1024)
+    return out_RD
 
 
 def _weight_grad(left: Tensor, right: Tensor, out_XMN: Tensor, layout: Layout, left_by: tl.constexpr, right_by: tl.constexpr) -> Tensor:
@@ -513,8 +524,8 @@ def _weight_grad_kernel(
         pair = tl.load(pair_ptr + position)
         live = (pair >= 0)[:, None]
         known = tl.maximum(pair, 0)
-        left_row = _source(position, known, LEFT_BY, SLOTS)[:, None]
-        right_row = _source(position, known, RIGHT_BY, SLOTS)[:, None]
+        left_row = source_row(position, known, LEFT_BY, SLOTS)[:, None]
+        right_row = source_row(position, known, RIGHT_BY, SLOTS)[:, None]
         left = tl.load(left_ptr + left_row * M + m[None, :], mask=live & (m < M)[None, :], other=0.0)
         right = tl.load(right_ptr + right_row * N + n[None, :], mask=live & (n < N)[None, :], other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
