@@ -271,13 +271,14 @@ def _every_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, p
     return every.gather(1, chosen[..., None].expand(*chosen.shape, x.shape[1]))
 
 
-def _values(codes: Tensor, scales: Tensor) -> Tensor:
+def _values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Of E2M1 codes, by the definition of a float: two bits of exponent with bias 1, one of mantissa."""
     both = codes.view(torch.uint8).long()
     code = torch.stack([both % 16, both // 16], -1).flatten(-2)
     exponent, mantissa = code // 2 % 4, (code % 2).double()
     size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + mantissa / 2), mantissa / 2)
-    return torch.where(code >= 8, -size, size) * torch.exp2(scales.view(torch.uint8).double() - 127).repeat_interleave(32, -1)
+    values = torch.where(code >= 8, -size, size)
+    return (values * scales.double().repeat_interleave(32, -1)).to(dtype)
 
 
 def _weighted_sum(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
@@ -415,7 +416,7 @@ TEXTBOOK: dict[str, Op] = {
     "route": _top_k,
     "experts": _every_expert,
     "packed_experts": lambda x, chosen, gate_up, gate_up_scales, down, down_scales, **names: _every_expert(
-        x, chosen, _values(gate_up, gate_up_scales), _values(down, down_scales), **names
+        x, chosen, _values(gate_up, gate_up_scales, x.dtype), _values(down, down_scales, x.dtype), **names
     ),
     "combine": _weighted_sum,
     "log_prob": _log_softmax,

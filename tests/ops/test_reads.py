@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.ops.cases import Trial, cases_of
-from zoo.common.ops.contract import EITHER, FLOAT32, FP8, INTEGERS, PROGRAM, WIDE, checked, watch
+from zoo.common.ops.contract import EITHER, EXPONENTS, FLOAT32, FP8, INTEGERS, PACKED, PROGRAM, WIDE, checked, watch
 from zoo.common.ops.log_prob.top import named_log_prob
 from zoo.common.program import resolve
 from zoo.common.row_sampling import RowSampling
@@ -28,6 +28,8 @@ OTHER = {
     FLOAT32: torch.bfloat16,
     INTEGERS: torch.float32,
     FP8: torch.bfloat16,
+    PACKED: torch.bfloat16,
+    EXPONENTS: torch.float32,
 }
 
 Call = tuple[Callable[..., Any], dict[str, Any]]

@@ -4,7 +4,8 @@ A code is a sign, two bits of exponent with bias 1 and one of mantissa: 0, 0.5, 
 a byte is the even column. A scale is a byte b that means 2^(b - 127), one for each row and 32 columns. A product of both has two
 significant bits, so BF16 holds it exactly, also where it is subnormal there.
 
-Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the quantiser's rule is that of DeepSeek-V4's published code.
+Sources: Rouhani et al. 2023 (arXiv 2310.10537) and the OCP's Microscaling Formats (MX) 1.0; the quantiser's rule is that of DeepSeek-V4's
+published code.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A product of code and scale is exact in BF16, so this is the experts op on the dequantised weights, to the last byte. Weights are frozen.
 
-Sources: OCP Microscaling Formats (MX) 1.0, for the codes; `zoo.common.ops.experts`, for the arithmetic.
+Sources: the formats, Rouhani et al. 2023 (arXiv 2310.10537) and the OCP's Microscaling Formats (MX) 1.0; the arithmetic is that of
+`zoo.common.ops.experts`.
 """
 
 from __future__ import annotations
