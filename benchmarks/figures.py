@@ -1,6 +1,7 @@
-"""The two pictures of the documentation: `python -m benchmarks.figures [FOLDER]` writes idea.svg and cost.svg, by default into docs/.
+"""The pictures of the documentation: `python -m benchmarks.figures [FOLDER]` writes idea.svg and cost.svg, by default into docs/.
 
-cost.svg is drawn from benchmarks/results/h200.jsonl alone: the last row of each measurement. Equal rows give equal files.
+cost.svg is drawn from benchmarks/results/h200.jsonl alone: the last row of each measurement. grpo.svg is drawn where there are rows of
+benchmarks/grpo.py, in benchmarks/results/h200_grpo.jsonl. Equal rows give equal files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "h200.jsonl"
+GRPO_ROWS = ROWS.with_name("h200_grpo.jsonl")
 NAMES = {
+    ("qwen3", "0.6b"): "Qwen3-0.6B",
+    ("qwen3", "1.7b"): "Qwen3-1.7B",
     ("qwen3", "8b"): "Qwen3-8B",
     ("qwen3_moe", "30b-a3b"): "Qwen3-30B-A3B",
     ("qwen3_5", "4b"): "Qwen3.5-4B",
@@ -62,6 +66,14 @@ class Drawing:
     def marker(self, x: float, y: float, colour: str, title: str) -> None:
         self.parts.append(
             f'<circle cx="{x:.1f}" cy="{y:g}" r="4.5" fill="{colour}" fill-opacity="0.75"><title>{escape(title)}</title></circle>'
+        )
+
+    def curve(self, points: Iterable[tuple[float, float]], colour: str, title: str, *, dashed: bool = False) -> None:
+        """A line through points; those that lie on it are seen by its title."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}><title>{escape(title)}</title></polyline>'
         )
 
     def svg(self) -> str:
@@ -205,10 +217,70 @@ def cost(rows: list[dict[str, Any]]) -> str:
     return d.svg()
 
 
-def write(folder: Path, rows: Path = ROWS) -> None:
+SAMPLERS = {  # what a curve of grpo.svg is called, its colour, and whether it is dashed, so that one that lies on another is seen
+    "unaligned": ("unaligned kernels", SLOWER, False),
+    "embedded": ("aligned, embedded engine", FASTER, False),
+    "sglang": ("aligned, stock SGLang", "#1f5fa8", True),
+    "http": ("aligned, stock SGLang over HTTP", "#7a5cc0", True),
+}
+K3_DECADES = (-9, 0)  # the axis of K3; what is smaller, 0 too, lies on its lower end
+
+
+def grpo(rows: list[dict[str, Any]]) -> str:
+    """A line of panels for each model: K3, the share of clipped tokens and the reward at each step, a curve for each sampler."""
+    runs = [row for row in last(rows, "arch", "size", "layers", "sampler") if row["kind"] == "grpo" and row["reward"]]
+    models = list(dict.fromkeys((row["arch"], row["size"], row["layers"]) for row in runs))
+    d = Drawing(960, 96 + 220 * len(models), "GRPO with one arithmetic for trainer and sampler, and with unaligned kernels beside it")
+    d.text(30, 36, "GRPO, the same seeds: one arithmetic for trainer and sampler, and unaligned kernels beside it", size=16, bold=True)
+    x = 30.0
+    for kind, (name, colour, dashed) in SAMPLERS.items():
+        if any(row["sampler"] == kind for row in runs):
+            d.curve([(x, 58), (x + 24, 58)], colour, name, dashed=dashed)
+            d.text(x + 30, 62, name, size=12, colour=SOFT)
+            x += 60 + 6.6 * len(name)
+    for line, (arch, size, layers) in enumerate(models):
+        mine = [row for row in runs if (row["arch"], row["size"], row["layers"]) == (arch, size, layers)]
+        top = 112.0 + 220 * line
+        d.text(30, top - 18, f"{NAMES[arch, size]}, {layers} layers", size=14, bold=True)
+        steps = max(len(row["reward"]) for row in mine)
+        clips = max(0.01, *(value for row in mine for value in row["clip_ratio"]))
+        low, high = K3_DECADES
+        panels = (
+            (
+                "k3",
+                "K3",
+                lambda v: (math.log10(max(v, 10.0**low)) - low) / (high - low),
+                [(n, f"1e{n}") for n in range(low + 3, high + 1, 3)],
+            ),
+            ("clip_ratio", "clipped tokens", lambda v: v / clips, [(clips, f"{clips:.1%}")]),
+            ("reward", "reward", lambda v: v, [(0.5, "0.5"), (1.0, "1")]),
+        )
+        for column, (field, title, height, marks) in enumerate(panels):
+            left = 64.0 + 305 * column
+            right = left + 232
+            bottom = top + 140
+            d.text(left, top - 2, title, size=12, colour=SOFT)
+            for value, label in [(10.0**low if field == "k3" else 0.0, "0"), *((10.0**m if field == "k3" else m, t) for m, t in marks)]:
+                y = bottom - 130 * height(value)
+                d.line(left, y, right, y, LINE)
+                d.text(left - 6, y + 4, label, size=10, colour=SOFT, anchor="end")
+            d.text(right, bottom + 16, f"step {steps}", size=10, colour=SOFT, anchor="end")
+            for row in sorted(mine, key=lambda row: list(SAMPLERS).index(row["sampler"])):
+                name, colour, dashed = SAMPLERS[row["sampler"]]
+                points = [
+                    (left + (right - left) * i / max(steps - 1, 1), bottom - 130 * min(max(height(value), 0.0), 1.0))
+                    for i, value in enumerate(row[field])
+                ]
+                d.curve(points, colour, f"{name}: {title}, {len(points)} steps, last {row[field][-1]:.3g}", dashed=dashed)
+    return d.svg()
+
+
+def write(folder: Path, rows: Path = ROWS, grpo_rows: Path = GRPO_ROWS) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "idea.svg").write_text(idea())
     (folder / "cost.svg").write_text(cost(rows_of(rows)))
+    if grpo_rows.exists():
+        (folder / "grpo.svg").write_text(grpo(rows_of(grpo_rows)))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def run(given: argparse.Namespace, recorder: Recorder) -> dict[str, Any]:
     prompts = torch.randint(3, config.vocabulary, (PROMPTS, PROMPT_TOKENS), generator=draw).tolist()
     params = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True)
     row: dict[str, Any] = {
-        "bench": "grpo",
+        "kind": "grpo",
         "arch": given.arch,
         "size": given.size or USUAL_SIZES[given.arch],
         "layers": config.layers,
