@@ -23,12 +23,13 @@ def make_tiny(
     layers: Annotated[int | None, typer.Option(help="number of layers")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="tie the head to the embedding")] = False,
     vision: Annotated[bool, typer.Option("--vision", help="as the text part of a vision-language checkpoint")] = False,
+    form: Annotated[str, typer.Option(help="bf16, or fp8: matrices as codes and scales")] = "bf16",
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
 ) -> None:
     """Write a small random checkpoint in published format: config, sharded BF16 safetensors, tokenizer."""
     from weights_tools.make_tiny import make_tiny as make
 
-    make(arch, out, hidden=hidden, layers=layers, tied=tied, vision=vision, seed=seed)
+    make(arch, out, hidden=hidden, layers=layers, tied=tied, vision=vision, form=form, seed=seed)
     typer.echo(printable(f"wrote {out}"))
 
 

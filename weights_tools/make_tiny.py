@@ -11,6 +11,7 @@ from torch import Tensor
 from zoo.common.files import check_space, fresh_folder
 from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
+from zoo.common.quantisation import in_codes, write_quantisation
 from zoo.common.registry import architectures, find
 from zoo.common.shards import write_shards
 
@@ -31,6 +32,9 @@ _TEMPLATE = (
 )
 
 
+FORMS = ("bf16", "fp8")
+
+
 def make_tiny(
     arch: str,
     out: str | Path,
@@ -39,6 +43,7 @@ def make_tiny(
     layers: int | None = None,
     tied: bool = False,
     vision: bool = False,
+    form: str = "bf16",
     seed: int = 0,
 ) -> Path:
     """Writes the folder and returns it; equal arguments, equal bytes. `vision`: as the text part of a vision-language checkpoint.
@@ -59,6 +64,10 @@ def make_tiny(
         if "layer_types" in fields:  # every fourth, and the last
             full = [i % 4 == 3 or i == layers - 1 for i in range(layers)]
             fields["layer_types"] = ["full_attention" if f else "linear_attention" for f in full]
+    if form not in FORMS:
+        raise ValueError(f"--form {form!r} must be {' or '.join(FORMS)}")
+    if form == "fp8":
+        fields |= write_quantisation(in_codes(family.config.from_hf(fields)))
     vocabulary = fields["vocab_size"]
     if vision:
         if family.with_vision is None:

@@ -49,6 +49,9 @@ def verify(
     engine: Annotated[str, typer.Option(help="embedded or sglang: who samples in rungs 4 and 5")] = "embedded",
     seed: Annotated[int, typer.Option(help="seed of random weights")] = 0,
     masters: Annotated[bool, typer.Option(help="with rung 5 the trainer's parameters are FP32 masters; without, BF16 ones")] = True,
+    program: Annotated[
+        str | None, typer.Option(help="fp8: random weights in FP8 codes; a checkpoint's own weights say what it is", show_default=False)
+    ] = None,
     json_file: Json = None,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML page", show_default=False)] = None,
     reproduction: Annotated[
@@ -60,7 +63,22 @@ def verify(
     from zoo.verify.asked import Asked, lengths_of, rungs_of
 
     chosen = rungs_of(rungs)
-    asked = Asked(arch, checkpoint, revision, device, size, layers, chosen, lengths_of(lengths), layout, engine, seed, store, masters)
+    asked = Asked(
+        arch,
+        checkpoint,
+        revision,
+        device,
+        size,
+        layers,
+        chosen,
+        lengths_of(lengths),
+        layout,
+        engine,
+        seed,
+        store,
+        masters,
+        program,
+    )
     from zoo.verify.run import verify as climb  # torch, which takes seconds
 
     result = climb(asked, Terminal(), json_file, report, reproduction)

@@ -429,6 +429,7 @@ def test_alias_of_a_tied_model(equal: bool, tmp_path: Path) -> None:
 class ToyConfig:
     model_type = "toy"
     vocabulary = 1
+    quantised = None
     eos: tuple[int, ...] = ()
 
     @classmethod

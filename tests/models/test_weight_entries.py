@@ -156,6 +156,7 @@ def test_the_rows_of_a_fused_parameter_have_addresses() -> None:
 
 class Config:
     model_type = "toy_entries"
+    quantised = None
     vocabulary = 1
     eos: tuple[int, ...] = ()
 
@@ -318,7 +319,7 @@ def test_codes_need_their_dtype_and_scales(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 tensors missing: experts.weight_scale_inv"):
         loaded(checkpoint(tmp_path / "b", bare))
     coded = stored() | {"plain.weight": stored()["plain.weight"].to(torch.float8_e4m3fn)}
-    with pytest.raises(ValueError, match="1 tensors are FP8 or other codes of one byte, which no program reads: plain.weight"):
+    with pytest.raises(ValueError, match="1 tensors are codes of one byte, and config.json says nothing of them: plain.weight"):
         loaded(checkpoint(tmp_path / "c", coded))
 
 

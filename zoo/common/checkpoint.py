@@ -131,8 +131,8 @@ class Checkpoint:
         codes = [name for name in small if table.known[name][0].codec is None]
         if codes:
             raise ValueError(
-                f"{self.folder}: {len(codes)} tensors are FP8 or other codes of one byte, which no program reads: {some(codes)}; load "
-                "the model's BF16 checkpoint"
+                f"{self.folder}: {len(codes)} tensors are codes of one byte, and config.json says nothing of them: {some(codes)}; put "
+                "the published config.json with its quantization_config there, or load the model's BF16 checkpoint"
             )
         places: dict[str, tuple[Entry, Piece]] = {}
         missing: list[str] = []
@@ -275,7 +275,9 @@ def save(
     match = source.match(table)
     stored = source.tensors
     for shard in source.shards:  # carried tensors are read from where they were
-        if any(t.name in match.carried for t in shard.tensors) and read_shard(shard.tensors[0].path).header != shard.header:
+        if any(t.name in match.carried for t in shard.tensors) and read_shard(shard.tensors[0].path).header != (
+            shard.stored or shard.header
+        ):
             raise ValueError(f"{shard.tensors[0].path} has changed since it was loaded; its unused tensors can't be carried through")
 
     def value(name: str) -> Tensor:

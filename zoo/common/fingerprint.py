@@ -65,7 +65,7 @@ class Fingerprint:
 
 def products(realisation: Mapping[str, str]) -> dict[str, str]:
     """Of a fingerprint's realisation the matrix products: which provider runs each shape."""
-    return {name: provider for name, provider in realisation.items() if name.startswith(("linear ", "experts "))}
+    return {name: provider for name, provider in realisation.items() if name.startswith(("linear ", "experts ", "fp8_linear "))}
 
 
 def content_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
@@ -101,7 +101,8 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
     found: set[tuple[str, tuple[int, ...]]] = set()
     for part in module.modules():
         if isinstance(part, layers.Linear):
-            found.add(("linear", (*part.weight.shape, part.k_parts)))
+            shape = tuple(part.weight.shape)
+            found.add(("linear", (*shape, part.k_parts)) if part.rule is None else ("fp8_linear", shape))
         elif isinstance(part, layers.Experts):
             count, hidden, intermediate = part.down.shape
             found.add(("experts", (count, hidden, intermediate)))

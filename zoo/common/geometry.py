@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 
 from zoo.common.config import IGNORED, MISSING, FieldReader, check_tokens
 from zoo.common.layout import Layout
+from zoo.common.quantisation import Quantisation
 
 Reader = Callable[[FieldReader, str], Any]
 Writer = Callable[[Any], dict[str, Any]]
@@ -90,6 +91,7 @@ class Geometry(metaclass=_UseCache):
     fixed          fields of one value
     ignored        fields that move no number, beside those of every family
     published      config.json as it was read
+    quantised      how its matrices are stored as codes, a published field of the families that read such checkpoints
     """
 
     family: ClassVar[str]
@@ -99,6 +101,8 @@ class Geometry(metaclass=_UseCache):
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     use_cache: ClassVar[bool] = False
+
+    quantised: Quantisation | None = None
 
     vocabulary: int
     eos: tuple[int, ...]
@@ -151,7 +155,8 @@ class Geometry(metaclass=_UseCache):
         """Our fields out of those of a text model's config.json, in the order in which they are declared."""
         reader = FieldReader(cls.family, fields, IGNORED | cls.ignored)
         kind = cls.kinds[reader.one_of("model_type", *cls.kinds)]
-        reader.is_not_quantised()
+        if "quantised" not in published_fields(cls):
+            reader.is_not_quantised()
         reader.trains_as_published()
         for fixed in cls.fixed:
             if not fixed.only or kind in fixed.only:

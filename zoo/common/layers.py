@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
+from zoo.common.codecs import BlockScaled
 from zoo.common.masters import computed
 from zoo.common.program import Program, split_k
 
@@ -23,16 +24,31 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
-    """weight [N, K]; several projections of one input are one Linear (the column law makes that exact)."""
+    """weight [N, K]; several projections of one input are one Linear (the column law makes that exact).
+
+    Where the weight is FP8 codes, weight_scale_inv has a scale for each block of it, and `rule` is that of the rows' scales.
+    """
+
+    weight_scale_inv: nn.Parameter
 
     def __init__(self, inputs: int, outputs: int, program: Program, *, out_dtype: torch.dtype | None = None, k_parts: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=program.torch_dtype))
+        self.rule: ops.ScaleRule | None = None
         self.program = program
         self.out_dtype = out_dtype
         self.k_parts = k_parts
 
+    def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
+        """From now on the weight is codes with scales beside them. `rule`: of the scales of rows. ValueError for an FP32 result."""
+        if self.k_parts != 1 or self.out_dtype is not None:
+            raise ValueError("a router or gate with FP32 rows is no product of FP8 codes")
+        _hold_codes(self, name, codec)
+        self.rule = rule
+
     def forward(self, x_RK: Tensor) -> Tensor:
+        if self.rule is not None:
+            return ops.fp8_linear(x_RK, self.weight, self.weight_scale_inv, self.rule, program=self.program)
         return ops.linear(x_RK, computed(self), program=self.program, out_dtype=self.out_dtype, k_parts=self.k_parts)
 
 
@@ -81,9 +97,22 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, intermediate, dtype=program.torch_dtype))
         self.program = program
 
+    def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
+        """ValueError: the product of many experts in FP8 codes is not built yet."""
+        raise ValueError("experts in FP8 codes are not computed with yet: dtype=torch.bfloat16 rounds their values once at load")
+
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
         slots_RKD = ops.experts(x_RD, experts_RK, computed(self, "gate_up"), computed(self, "down"), program=self.program)
         return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
+
+
+def _hold_codes(module: nn.Module, name: str, codec: BlockScaled) -> None:
+    """A parameter becomes codes, and its scales are another beside it; neither is trained."""
+    weight = module.get_parameter(name)
+    codes = torch.empty_like(weight, dtype=codec.held)
+    scales = weight.new_empty(codec.scales(tuple(weight.shape)), dtype=torch.float32)
+    module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+    module.register_parameter(f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
 
 
 class RotaryTable(nn.Module):

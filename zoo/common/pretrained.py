@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.config import config_lines
+from zoo.common.decoded import decoded
 from zoo.common.ends import end_tokens, read_generation
 from zoo.common.files import check_fresh
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
@@ -25,7 +26,8 @@ from zoo.common.masters import Held, held_beside, hold
 from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
 from zoo.common.processes import Alone, InStep, Recent, is_sharded, processes_of, reshard, whole
-from zoo.common.program import Program, parse_device, parse_dtype, resolve
+from zoo.common.program import Program, parse_device, parse_dtype, resolve, specification
+from zoo.common.quantisation import CODE_OPS, take_codes
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
 from zoo.common.toolchain import toolchain
@@ -180,6 +182,14 @@ class Pretrained(nn.Module):
         dtype = parse_dtype(dtype)
         source = Checkpoint.open(path_or_hub_id, revision)
         config = cls.family.config.from_hf(source.config)
+        if config.quantised is not None and not specification(program).codes:
+            if dtype is None:
+                raise ValueError(
+                    f"{source.folder} has matrices in FP8 codes: program='fp8' computes with them, dtype=torch.bfloat16 rounds their "
+                    "values once at load"
+                )
+            source = decoded(source, cls.family.table(config))
+            config = cls.family.config.from_hf(source.config)
         table = cls.family.table(config)
         match = source.match(table)
         ends = end_tokens(config, read_generation(source.folder))
@@ -376,7 +386,7 @@ class Pretrained(nn.Module):
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        used = {*DRIVER_OPS, *self.family.used_ops(self.config)}
+        used = {*DRIVER_OPS, *self.family.used_ops(self.config), *(() if self.config.quantised is None else CODE_OPS)}
         made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label
@@ -411,8 +421,14 @@ class Pretrained(nn.Module):
     def _on_meta(cls, config: Any, program: Program, masters: torch.dtype | None = None) -> Self:
         if masters is not None and program.torch_dtype == masters:
             raise ValueError(f"program {program.name!r} computes in {masters}: its parameters are masters already, leave master_dtype out")
+        if program.codes and config.quantised is None:
+            raise ValueError(f"program {program.name!r} computes with FP8 codes, and this model's config has no quantization_config")
+        if config.quantised is not None and not program.codes:
+            raise ValueError(f"this model's matrices are FP8 codes, which program {program.name!r} does not compute with: take 'fp8'")
         with torch.device("meta"):
             module = cls(config, program)
+            if config.quantised is not None:
+                take_codes(module, cls.family.table(config), config.quantised)
         if masters is not None:
             module._masters = masters
             entries = module.table_of().parameters

@@ -28,6 +28,7 @@ class Specification:
 
     classes       byte class of each op by device; on a CPU an op that is not named has the class of references
     key_segments  by device, (widest head, keys per attention pass): see Program
+    codes         whether weights that a checkpoint has as codes and scales are computed with as such
     captures      whether the kernels take every size that changes from the device, so that whole prefills can be captured
     otherwise     what the refusal of another dtype or device advises
     """
@@ -38,6 +39,7 @@ class Specification:
     key_segments: Mapping[str, tuple[tuple[int, int], ...]]
     captures: bool
     otherwise: str
+    codes: bool = False
 
     def derived(self, classes: Mapping[str, Mapping[str, str]] | None = None, **changes: Any) -> Specification:
         """The same with some classes replaced, device by device, and other fields changed."""
@@ -111,6 +113,8 @@ PROGRAMS: Mapping[str, Specification] = {
         captures=False,
         otherwise="it is the rival of benchmarks and runs on cuda only",
     ),
+    # aligned, over a checkpoint whose matrices are FP8 codes with scales
+    "fp8": _ALIGNED.derived(codes=True, otherwise="a checkpoint in FP8 has BF16 beside its codes"),
     # aligned, with both operands of the vocabulary product widened to FP32
     "fp32_head": _ALIGNED.derived(classes={"cpu": {HEAD: "fp32_operands"}, "cuda": {HEAD: "fp32_operands"}}),
 }
@@ -146,12 +150,24 @@ class Program:
         """Whether whole prefills can be captured in a CUDA graph."""
         return PROGRAMS[self.name].captures
 
+    @property
+    def codes(self) -> bool:
+        """Whether weights that a checkpoint has as codes and scales are computed with as such."""
+        return PROGRAMS[self.name].codes
+
     def byte_class(self, op: str) -> str:
         """The byte class that `op` belongs to in this program; HEAD is the vocabulary product."""
         classes = PROGRAMS[self.name].classes[self.device]
         if op == HEAD and HEAD not in classes:
             return self.byte_class("linear")
         return classes.get(op, REFERENCE) if self.device == "cpu" else classes[op]
+
+
+def specification(name: str) -> Specification:
+    """ValueError for a name that no program has."""
+    if name not in PROGRAMS:
+        raise ValueError(f"unknown program {name!r}; there are {', '.join(PROGRAMS)}")
+    return PROGRAMS[name]
 
 
 def parse_device(device: torch.device | str) -> torch.device:
@@ -175,9 +191,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def resolve(name: str, device: torch.device | str, dtype: torch.dtype, contributors: int = 8) -> Program:
     """The named program on a device, with an architecture's contributors. ValueError for a name, device or dtype that it does not have."""
     kind = parse_device(device).type
-    if name not in PROGRAMS:
-        raise ValueError(f"unknown program {name!r}; there are {', '.join(PROGRAMS)}")
-    found = PROGRAMS[name]
+    found = specification(name)
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"program {name!r} runs on cpu and cuda, not on {kind}")
     text = {value: key for key, value in DTYPES.items()}.get(dtype)

@@ -84,11 +84,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its header as stored (8-byte length included) and its tensors in the order of their data."""
+    """One file: its header (8-byte length included) and its tensors in the order of their data.
+
+    stored  the header that the file has, where its tensors are told in another form
+    """
 
     name: str
     header: bytes
     tensors: tuple[StoredTensor, ...]
+    stored: bytes = b""
 
 
 def read_shard(path: Path) -> Shard:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from zoo.common.config import FieldReader
 from zoo.common.geometry import Fixed, Geometry, Published, eos_of
+from zoo.common.quantisation import FIELD, Quantisation, read_quantisation, write_quantisation
 
 MOE = ("qwen3_moe",)
 
@@ -48,6 +49,7 @@ class Qwen3Config(Geometry):
     expert_intermediate: Annotated[int, Published("moe_intermediate_size", FieldReader.integer, only=MOE, otherwise=0)] = 0
     renormalise: Annotated[bool, Published("norm_topk_prob", FieldReader.boolean, only=MOE, otherwise=True)] = True
     eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    quantised: Annotated[Quantisation | None, Published(FIELD, read_quantisation, write_quantisation)] = None
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

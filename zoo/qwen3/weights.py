@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from zoo.common.quantisation import quantised
 from zoo.common.weights import Cut, Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3.config import Qwen3Config
+
+MATRICES = r"model\.layers\.\d+\.(self_attn|mlp)\.(experts\.\d+\.)?[a-z]+_proj\.weight"  # that an FP8 checkpoint has in codes
 
 
 def table(config: Qwen3Config) -> WeightTable:
@@ -32,7 +35,7 @@ def table(config: Qwen3Config) -> WeightTable:
             entries += _experts(config, f"{layer}.mlp")
         else:
             entries += gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.intermediate)
-    return WeightTable(tuple(entries), carried=())
+    return quantised(WeightTable(tuple(entries), carried=()), config.quantised, MATRICES)
 
 
 def _experts(config: Qwen3Config, mlp: str) -> list[Entry]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zoo.common.registry import find
 
+PROGRAMS = ("aligned", "fp8")
 ENGINES = ("embedded", "sglang")
 RUNGS = {
     1: "the same program twice",
@@ -34,6 +35,7 @@ class Asked:
     seed: int
     store: Path | None
     masters: bool = True
+    program: str | None = None
 
     @property
     def trains_masters(self) -> bool:
@@ -43,6 +45,7 @@ class Asked:
     def __post_init__(self) -> None:
         family, _ = find(self.arch)
         check_random(self.checkpoint, self.size, self.layers, self.revision)
+        check_program(self.program, self.checkpoint)
         if self.layout is not None:
             raise ValueError(f"--layout {self.layout!r} is not supported yet: one device only")
         if self.engine not in ENGINES:
@@ -59,6 +62,14 @@ def check_random(checkpoint: str | None, size: str | None, layers: int | None, r
         raise ValueError(f"--size is for random weights; a checkpoint has its own, {size!r} was asked for")
     if checkpoint is not None and layers is not None:
         raise ValueError("--layers is for random weights; a checkpoint has all its layers")
+
+
+def check_program(program: str | None, checkpoint: str | None) -> None:
+    """ValueError for a program that the ladder is not climbed with, or one beside a checkpoint, whose weights say what it is."""
+    if program is not None and program not in PROGRAMS:
+        raise ValueError(f"--program {program!r} must be {' or '.join(PROGRAMS)}")
+    if program is not None and checkpoint is not None:
+        raise ValueError(f"--program {program!r} is for random weights: a checkpoint is computed with as it is stored")
 
 
 def rungs_of(text: str) -> tuple[int, ...]:

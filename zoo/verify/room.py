@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zoo.common.program import resolve
+from zoo.common.quantisation import usual_program
 from zoo.common.registry import model_class
 
 
@@ -21,7 +22,7 @@ def needed(
     """
     made = model_class(fields, "rl")
     with torch.device("meta"):
-        trainer = made(config, resolve("aligned", device, torch.bfloat16, made.family.contributors))
+        trainer = made._on_meta(config, resolve(usual_program(config), device, torch.bfloat16, made.family.contributors))
     table = trainer.table_of()
     if masters:
         table = table.with_masters(torch.float32, trainer.program.torch_dtype)

@@ -49,7 +49,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
         check_fresh(reproduction)
     check_file("--json", json_file)
     check_file("--report", report)
-    config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers, asked.revision)
+    config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers, asked.revision, asked.program)
     if asked.lengths is not None:
         check_lengths(asked.lengths, config.positions)
     check_room(fields, config, device, asked.rungs, asked.engine, masters=asked.trains_masters)
@@ -70,6 +70,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
             layers=asked.layers,
             seed=asked.seed,
             masters=asked.trains_masters,
+            program=asked.program,
             say=say,
         )
         settings = settings_for(subject, asked.lengths)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.common.program import specification
+from zoo.common.quantisation import in_codes, usual_program
 from zoo.common.registry import architectures, find, model_class
 from zoo.common.serving import ForServing
 from zoo.common.threads import is_large
@@ -103,15 +105,25 @@ def config_of(arch: str, size: str, layers: int | None) -> Any:
 
 
 def geometry(
-    arch: str, checkpoint: str | None, size: str | None, layers: int | None, revision: str | None = None
+    arch: str,
+    checkpoint: str | None,
+    size: str | None,
+    layers: int | None,
+    revision: str | None = None,
+    program: str | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The config of a checkpoint or of random weights, and its config.json. ValueError for whatever the user got wrong."""
+    """The config of a checkpoint or of random weights, in codes for a `program` of codes, and its config.json.
+
+    ValueError for whatever the user got wrong.
+    """
     from zoo.common.hub import read_config
 
     family, named = find(arch)
     check_random(checkpoint, size, layers, revision)
     if checkpoint is None:
         config = config_of(arch, "tiny" if size is None else size, layers)
+        if program is not None and specification(program).codes:
+            config = in_codes(config)
         return config, config.to_hf()
     fields = read_config(checkpoint, revision)
     if fields.get("model_type") not in named.model_types:
@@ -129,13 +141,14 @@ def build(
     layers: int | None = None,
     seed: int = 0,
     masters: bool = False,
+    program: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
     """Both models, from a checkpoint or from random weights; with `masters` the trainer's parameters are FP32.
 
     ValueError for whatever the user got wrong.
     """
-    _, fields = geometry(arch, checkpoint, size, layers, revision)
+    _, fields = geometry(arch, checkpoint, size, layers, revision, program)
     source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint), "revision": revision}
     made = []
     for role in ("rl", "serving"):
@@ -148,13 +161,17 @@ def build(
 
 def load(source: dict[str, Any], role: str, device: str | None, master_dtype: torch.dtype | None = None) -> Any:
     """A model from a subject's source, in this process or another."""
-    if "checkpoint" in source:
-        from zoo import load as load_checkpoint
+    from zoo.common.hub import read_config
 
-        return load_checkpoint(source["checkpoint"], role=role, device=device, revision=source.get("revision"), master_dtype=master_dtype)
-    made = model_class(source["config"], role)
-    config = made.family.config.from_hf(source["config"])
-    return made.from_config(config, seed=source["seed"], device=device, master_dtype=master_dtype)
+    stored = "checkpoint" in source
+    fields = read_config(source["checkpoint"], source.get("revision")) if stored else source["config"]
+    made = model_class(fields, role)
+    config = made.family.config.from_hf(fields)
+    program = usual_program(config)
+    if stored:
+        path = source["checkpoint"]
+        return made.from_pretrained(path, device=device, revision=source.get("revision"), master_dtype=master_dtype, program=program)
+    return made.from_config(config, seed=source["seed"], device=device, master_dtype=master_dtype, program=program)
 
 
 def settings_for(subject: Subject, lengths: tuple[int, ...] | None = None) -> Settings:

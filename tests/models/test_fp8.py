@@ -1,0 +1,208 @@
+"""Checkpoints in FP8 codes: kept as they are, computed with by program `fp8`, or rounded once to BF16; faulty ones leave nothing behind."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from weights_tools.make_tiny import make_tiny
+from zoo.common.checkpoint import Checkpoint
+from zoo.common.engine import Engine
+from zoo.common.quantisation import BLOCKS, SCALES, Quantisation
+from zoo.common.registry import model_class
+from zoo.common.rollouts import SamplingParams
+from zoo.testing import as_integers
+
+ARCHITECTURES = ("qwen3",)
+IDS = torch.arange(3, 143)
+STARTS = torch.tensor([0, 75, 140])
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param) / "fp8", form="fp8")
+
+
+def load(path: Path, role: str = "rl", **given: Any) -> Any:
+    fields = json.loads((path / "config.json").read_text())
+    return model_class(fields, role).from_pretrained(path, device="cpu", **{"program": "fp8", **given})
+
+
+def scored(model: Any) -> Tensor:
+    return model.score(IDS, STARTS, IDS.roll(-1))
+
+
+def copied(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None] = lambda tensors: None) -> Path:
+    """The checkpoint in one file, its tensors changed."""
+    tensors: dict[str, Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        tensors |= load_file(file)
+    change(tensors)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
+
+
+def names_of_codes(path: Path) -> list[str]:
+    return [name for name, tensor in Checkpoint.open(path).tensors.items() if tensor.dtype == "F8_E4M3"]
+
+
+def test_codes_and_scales_come_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    assert names_of_codes(folder)
+    load(folder).save_pretrained(tmp_path / "again")
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names
+    assert filecmp.cmpfiles(folder, tmp_path / "again", names, shallow=False) == (names, [], [])
+
+
+def test_the_engine_draws_what_the_trainer_scores(folder: Path) -> None:
+    trainer = load(folder)
+    engine = Engine(load(folder, "serving"), pages=32)
+    [record] = engine.generate([IDS[:70].tolist()], SamplingParams(max_new_tokens=12, seed=1))
+    ids = torch.tensor([*record.prompt_ids, *record.output_ids])
+    mine = trainer.score(ids[:-1], torch.tensor([0, len(ids) - 1]), ids[1:])[-12:]
+    assert torch.equal(mine, torch.tensor(record.log_probs))
+    name = names_of_codes(folder)[0]
+    wider = dict(trainer.published_tensors())[f"{name}{SCALES}"].clone()
+    wider[-1, -1] *= 1.5
+    trainer.load_weights([(f"{name}{SCALES}", wider)])  # the control: one scale of one block
+    assert not torch.equal(trainer.score(ids[:-1], torch.tensor([0, len(ids) - 1]), ids[1:])[-12:], mine)
+
+
+def test_an_update_takes_codes_and_scales_and_the_hash_covers_both(folder: Path) -> None:
+    trainer = load(folder)
+    server = load(folder, "serving")
+    assert trainer.weights_version == server.weights_version
+    name = names_of_codes(folder)[-1]
+    published = dict(trainer.published_tensors())
+    assert published[name].dtype is torch.float8_e4m3fn
+    for changed in (name, f"{name}{SCALES}"):
+        flipped = published[changed].clone()
+        as_integers(flipped).view(-1)[0] ^= 1
+        before = server.weights_version
+        server.load_weights([(changed, flipped)])
+        assert server.weights_version != before
+        server.load_weights([(changed, published[changed])])
+        assert server.weights_version == before
+
+
+def test_a_frozen_base_trains_what_is_beside_it(folder: Path) -> None:
+    trainer = load(folder)
+    frozen = {name for name, parameter in trainer.named_parameters() if not parameter.requires_grad}
+    coded = {entry.ours for entry in trainer.table_of().entries if entry.codec is BLOCKS}
+    assert frozen == coded | {f"{name}{SCALES}" for name in coded}
+    trainer(IDS, STARTS).logits.square().sum().backward()
+    missing = [name for name, parameter in trainer.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    assert not missing
+
+
+def test_bf16_is_rounded_once_and_saved_without_codes(folder: Path, tmp_path: Path) -> None:
+    trainer = load(folder, program="aligned", dtype=torch.bfloat16)
+    codes = load(folder)
+    published = dict(codes.published_tensors())
+    rounded = dict(trainer.published_tensors())
+    for name in names_of_codes(folder):
+        assert torch.equal(rounded[name], BLOCKS.decode(published[name], published[f"{name}{SCALES}"]).bfloat16())
+    assert not any(name.endswith(SCALES) for name in rounded)
+    trainer.save_pretrained(tmp_path / "bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    again = load(tmp_path / "bf16", program="aligned")
+    assert torch.equal(scored(again), scored(trainer))
+    assert not torch.equal(scored(again), scored(codes))  # the control: another arithmetic
+    assert (tmp_path / "bf16" / "tokenizer.json").exists()
+
+
+def _without(suffix: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.pop(next(name for name in sorted(tensors) if name.endswith(suffix)))
+
+    return change
+
+
+def _spoiled(suffix: str, spoil: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = next(name for name in sorted(tensors) if name.endswith(suffix))
+        tensors[name] = spoil(tensors[name]).contiguous()
+
+    return change
+
+
+def _nan_code(codes: Tensor) -> Tensor:
+    spoiled = codes.clone()
+    spoiled.view(torch.uint8)[0, 0] = 0x7F
+    return spoiled
+
+
+CODES = "down_proj.weight"
+FAULTS = [
+    pytest.param(_without(f"{CODES}{SCALES}"), "1 tensors missing", id="a scale is missing"),
+    pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: t[:, :0]), "wrong shape", id="no scale"),
+    pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: torch.cat([t, t])), "wrong shape", id="more scales"),
+    pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: t * torch.nan), "NaN or infinite", id="a NaN as scale"),
+    pytest.param(_spoiled(CODES, lambda t: t.bfloat16()), "BF16 where the program needs F8_E4M3", id="no codes"),
+    pytest.param(_spoiled(CODES, _nan_code), "NaN or infinite", id="a NaN among the codes"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FAULTS)
+def test_faulty_codes_and_scales_are_named(folder: Path, tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(copied(folder, tmp_path / "faulty", change))
+
+
+CONFIGS = [
+    ({"quant_method": "gptq"}, "quant_method 'gptq' in quantization_config is not supported, only 'fp8'"),
+    ({"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\] in quantization_config is not supported, only \[128, 128\]"),
+    ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+    ({"surprise": 1}, "unknown field 'surprise'"),
+    ({"modules_to_not_convert": [3]}, "must be names of modules"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), CONFIGS)
+def test_what_is_not_built_is_refused_by_name(folder: Path, fields: dict[str, Any], said: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= fields
+    with pytest.raises(ValueError, match=said):
+        model_class(config, "rl").family.config.from_hf(config)
+
+
+def test_programs_and_weights_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="program='fp8' computes with them, dtype=torch.bfloat16 rounds"):
+        load(folder, program="aligned")
+    arch = json.loads((folder / "config.json").read_text())["model_type"]
+    plain = make_tiny(arch, tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no quantization_config"):
+        load(plain)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    silent = copied(folder, tmp_path / "silent")
+    (silent / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="put the published config.json with its quantization_config there"):
+        load(silent, program="aligned")
+
+
+def test_a_part_of_a_fused_matrix_that_is_kept_is_named(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.self_attn.q_proj"]
+    family = model_class(config, "rl").family
+    with pytest.raises(ValueError, match="keeps a part of it as it is: model.layers.0.self_attn.q_proj.weight"):
+        family.table(family.config.from_hf(config))
+
+
+def test_names_that_are_kept() -> None:
+    how = Quantisation(("lm_head", "model.layers.0.mlp", "linear_attn.in_proj_a"))
+    for kept in ("lm_head", "model.layers.0.mlp.gate_proj", "model.layers.7.linear_attn.in_proj_a", "model.layers.0.mlp"):
+        assert how.keeps(kept)
+    for coded in ("model.layers.0.mlp_gate", "model.layers.10.mlp.gate_proj", "model.layers.7.linear_attn.in_proj_ab"):
+        assert not how.keeps(coded)

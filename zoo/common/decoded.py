@@ -1,0 +1,77 @@
+"""A checkpoint in FP8 codes, seen as one of BF16 weights: every matrix is decoded, and rounded once, where it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zoo.common.checkpoint import Checkpoint, SideFile
+from zoo.common.quantisation import BLOCKS, FIELD, SCALES
+from zoo.common.reading import parse_object
+from zoo.common.shards import INDEX, NAMES, Shard, StoredTensor, header_of
+from zoo.common.weights import WeightTable
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTensor(StoredTensor):
+    """Codes and scales of a file, told as the BF16 tensor of their values."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    def read(self) -> Tensor:
+        return BLOCKS.decode(self.codes.read(), self.scales.read()).to(DTYPE)
+
+    def read_runs(self, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+        whole = self.read()
+        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in runs], dim)
+
+
+def decoded(checkpoint: Checkpoint, table: WeightTable) -> Checkpoint:
+    """The checkpoint without codes: its scales are gone, its config.json says nothing of them, what else it has stays.
+
+    table  that of the codes. ValueError for a tensor that is missing, unknown or of a wrong shape, scales among them.
+    """
+    checkpoint.match(table)
+    stored = checkpoint.tensors
+    gone = {
+        f"{name}{SCALES}" for entry in table.entries if entry.beside for pieces in entry.layouts for name in (p.published for p in pieces)
+    }
+    told = {name: _told(tensor, stored[f"{name}{SCALES}"]) for name, tensor in stored.items() if f"{name}{SCALES}" in gone}
+    shards = tuple(_shard(shard, told, gone) for shard in checkpoint.shards)
+    config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
+    text = (json.dumps(config, indent=2) + "\n").encode()
+    own = checkpoint.files["config.json"]
+    files = {**checkpoint.files, "config.json": SideFile(own.path, len(text), own.changed, text)}
+    return replace(checkpoint, config=config, shards=shards, index=_index(checkpoint, shards, gone), files=files)
+
+
+def _told(codes: StoredTensor, scales: StoredTensor) -> DecodedTensor:
+    return DecodedTensor(codes.name, NAMES[DTYPE], codes.shape, codes.path, codes.offset, codes, scales)
+
+
+def _shard(shard: Shard, told: dict[str, DecodedTensor], gone: set[str]) -> Shard:
+    tensors = tuple(told.get(tensor.name, tensor) for tensor in shard.tensors if tensor.name not in gone)
+    return Shard(shard.name, _header(tensors), tensors, stored=shard.header)
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    by_name = {name: dtype for dtype, name in NAMES.items()}
+    return header_of((tensor.name, by_name[tensor.dtype], tensor.shape) for tensor in tensors)
+
+
+def _index(checkpoint: Checkpoint, shards: Sequence[Shard], gone: set[str]) -> bytes | None:
+    if checkpoint.index is None:
+        return None
+    fields = parse_object(checkpoint.folder / INDEX, checkpoint.index)
+    fields["weight_map"] = {name: file for name, file in fields["weight_map"].items() if name not in gone}
+    metadata = fields.get("metadata")
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
+    fields["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {"total_size": total}
+    return (json.dumps(fields, indent=2) + "\n").encode()

@@ -1,0 +1,157 @@
+"""Checkpoints whose matrices are FP8 codes with a scale a block: what config.json says of them, and the weight table that follows.
+
+The published format is transformers' `finegrained_fp8`: codes in e4m3 and beside them a tensor of FP32 scales named inverse, which
+multiply, one for each block of 128 x 128. What a program computes with stands in `zoo.common.program`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.common.codecs import BlockScaled
+from zoo.common.config import FieldReader
+from zoo.common.layers import Experts, Linear
+from zoo.common.ops.fp8_quantise import FP32_SCALES, GROUP, ScaleRule
+from zoo.common.reading import shown
+from zoo.common.weights import Entry, Piece, WeightTable
+
+FIELD = "quantization_config"
+SCALES = "_scale_inv"  # behind the name of the codes
+BLOCKS = BlockScaled(GROUP, GROUP)
+# of quantization_config: the one value that is read, and whether it may be missing
+_FIXED = {
+    "quant_method": ("fp8", False),
+    "weight_block_size": ([GROUP, GROUP], False),
+    "activation_scheme": ("dynamic", True),
+    "fmt": ("e4m3", True),
+    "scale_fmt": (None, True),
+    "dequantize": (False, True),
+}
+CODE_OPS = ("fp8_quantise", "fp8_linear")  # that a model with codes calls besides its family's
+_KEPT = ("modules_to_not_convert", "ignored_layers")
+
+
+@dataclass(frozen=True, repr=False)
+class Quantisation:
+    """Weights in FP8 codes.
+
+    kept  published names of modules whose weights are stored as they are, or what such names begin or end with
+    rule  how the scale of a group of 128 activations comes from its largest
+    """
+
+    kept: tuple[str, ...] = ("lm_head",)
+    rule: ScaleRule = FP32_SCALES
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256("\n".join(sorted(self.kept)).encode()).hexdigest()[:16]
+        return f"Quantisation({len(self.kept)} names kept, {digest}, {self.rule})"
+
+    def keeps(self, module: str) -> bool:
+        """Whether the weight of a module is stored as it is, by its published name."""
+        return any(module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") for name in self.kept)
+
+
+def read_quantisation(reader: FieldReader, name: str) -> Quantisation | None:
+    """None where there is no such field. ValueError for another method, block or scheme than is built, naming it."""
+    given = reader.raw(name, None)
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError(f"{reader.family}: {name} must be an object, it is {shown(given)}")
+    for field, (wanted, may_lack) in _FIXED.items():
+        value = given.get(field, wanted if may_lack else None)
+        if value != wanted:
+            raise ValueError(f"{reader.family}: {field} {shown(value)} in {name} is not supported, only {shown(wanted)}")
+    unknown = sorted(set(given) - set(_FIXED) - set(_KEPT))
+    if unknown:
+        raise ValueError(f"{reader.family}: {name} has the unknown field {shown(unknown[0])}")
+    kept = [module for field in _KEPT for module in given.get(field) or ()]
+    if not all(isinstance(module, str) and module for module in kept):
+        raise ValueError(f"{reader.family}: {_KEPT[0]} in {name} must be names of modules, it is {shown(kept)}")
+    return Quantisation(tuple(kept))
+
+
+def write_quantisation(config: Any) -> dict[str, Any]:
+    """The published field, none for weights that are stored as they are."""
+    if config.quantised is None:
+        return {}
+    written = {field: wanted for field, (wanted, may_lack) in _FIXED.items() if not may_lack}
+    return {FIELD: {**written, "activation_scheme": "dynamic", "modules_to_not_convert": list(config.quantised.kept)}}
+
+
+def in_codes(config: Any) -> Any:
+    """The same geometry with its matrices in codes. ValueError for a family that reads no such checkpoint."""
+    if "quantised" not in {field.name for field in fields(config)}:
+        raise ValueError(f"{config.family} reads no checkpoint in FP8 codes yet")
+    return replace(config, quantised=Quantisation(), published={})
+
+
+def usual_program(config: Any) -> str:
+    """The program that computes with a model's weights as they are stored."""
+    return "aligned" if config.quantised is None else "fp8"
+
+
+def quantised(table: WeightTable, how: Quantisation | None, matrices: str) -> WeightTable:
+    """The table where the matrices that a checkpoint has in codes are codes and scales; the same table for None.
+
+    matrices  a regex: the published names of the weights that such a checkpoint of this family may have in codes
+
+    ValueError where a fused parameter is codes in part, or where a block would lie in two of its pieces: one sentence with both numbers.
+    """
+    if how is None:
+        return table
+    entries: list[Entry] = []
+    for entry in table.entries:
+        coded = {_is_codes(piece, how, matrices) for pieces in entry.layouts for piece in pieces}
+        if coded == {True}:
+            entries += _codes_and_scales(entry)
+        elif True in coded:
+            some = [piece.published for piece in entry.layouts[0] if not _is_codes(piece, how, matrices)]
+            raise ValueError(f"{entry.ours} is one matrix of codes here, and {FIELD} keeps a part of it as it is: {some[0]}")
+        else:
+            entries.append(entry)
+    return replace(table, entries=tuple(entries))
+
+
+def take_codes(module: nn.Module, table: WeightTable, how: Quantisation) -> None:
+    """The layers' matrices that are codes in a table become codes and scales, under the names that it has."""
+    for entry in table.entries:
+        if entry.codec == BLOCKS:
+            owner, _, name = entry.ours.rpartition(".")
+            part = module.get_submodule(owner)
+            if not isinstance(part, Linear | Experts):
+                raise ValueError(f"{entry.ours} of a {type(part).__name__} can't be FP8 codes")
+            part.take_codes(name, BLOCKS, how.rule)
+
+
+def _is_codes(piece: Piece, how: Quantisation, matrices: str) -> bool:
+    return re.fullmatch(matrices, piece.published) is not None and not how.keeps(piece.published.removesuffix(".weight"))
+
+
+def _codes_and_scales(entry: Entry) -> list[Entry]:
+    beside = f"{entry.ours}{SCALES}"
+    scales = tuple(tuple(_scales_of(piece) for piece in pieces) for pieces in entry.layouts)
+    for pieces in entry.layouts:
+        _check_blocks(entry.ours, pieces)
+    codes = replace(entry, trainable=False, codec=BLOCKS, beside=(beside,))
+    return [codes, Entry(beside, scales, dtype=torch.float32, trainable=False)]
+
+
+def _scales_of(piece: Piece) -> Piece:
+    """The scales of a piece, where they lie: as many rows in front as there are blocks."""
+    return Piece(f"{piece.published}{SCALES}", BLOCKS.scales(piece.shape), expert=piece.expert, start=-(-piece.start // BLOCKS.rows))
+
+
+def _check_blocks(ours: str, pieces: Iterable[Piece]) -> None:
+    odd = [piece for piece in pieces if piece.start % BLOCKS.rows]
+    if odd:
+        raise ValueError(
+            f"{odd[0].published} begins at row {odd[0].start} of {ours}, its blocks of {BLOCKS.rows} rows would lie across those of another"
+        )
