@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
-from zoo.common.history import CompressedRows, KeyValues, TokenRows, WindowedRows
+from zoo.common.history import CodedRows, CompressedRows, KeyValues, TokenRows, WindowedRows
 from zoo.common.ops.e2m1 import dequantised
 from zoo.common.ops.fp8_quantise import Codes, ScaleRule
 from zoo.common.ops.sample import sample, score_filtered
@@ -176,6 +176,20 @@ def eight_bit_compressed_select(pool: bool) -> Callable[..., Tensor]:
     return broken
 
 
+def eight_bit_fp8_select(pool: bool) -> Callable[..., Tensor]:
+    """As above; of coded keys it is their scales that are of the whole pool: the largest."""
+
+    def broken(q: Tensor, weights: Tensor, keys: CodedRows, *args: Any, **names: Any) -> Tensor:
+        if pool:
+            scale = keys.scales.nan_to_num(0).abs().max().expand_as(keys.scales)
+            return ops.fp8_select(q, weights, replace(keys, scales=scale.contiguous()), *args, **names)
+        scale = q.float().abs().max() / 448
+        coarse = ((q.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(q.dtype)
+        return ops.fp8_select(coarse, weights, keys, *args, **names)
+
+    return broken
+
+
 def jittered_compressed_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
     """Repeat: scores that depend on the global random state."""
     return ops.compressed_select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
@@ -210,6 +224,10 @@ def contracted_tail(x: Tensor, table: Tensor, positions: Tensor, *, program: Pro
         return ops.tail_rope(x, table, positions, program=program, inverse=inverse)
     wide = ops.tail_rope(x.double(), table, positions, program=in_dtype(program, "float64"), inverse=inverse)
     return wide.float().to(x.dtype)
+
+
+def jittered_fp8_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
+    return ops.fp8_select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
 
 
 def jittered_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
@@ -450,6 +468,9 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("select", "row"): [{"select": eight_bit_select(False)}],
     ("select", "split"): [{"select": eight_bit_select(False)}],
     ("select", "place"): [{"select": eight_bit_select(True)}],
+    ("fp8_select", "row"): [{"fp8_select": eight_bit_fp8_select(False)}],
+    ("fp8_select", "split"): [{"fp8_select": eight_bit_fp8_select(False)}],
+    ("fp8_select", "place"): [{"fp8_select": eight_bit_fp8_select(True)}],
     ("sparse_attention", "place"): [{"sparse_attention": dead_latents}],
     ("linear", "row"): [{"linear": plain_linear}, {"linear": batch_scaled(ops.linear)}],
     ("linear", "column"): [{"linear": unpadded_columns}],
@@ -480,5 +501,6 @@ for _name, _op in MAIN.items():
     for _law in ("row", "column", "split", "shard"):  # an op with nothing finer: a scale over the whole call
         FAULTS.setdefault((_name, _law), [{_name: batch_scaled(_op)}])
 FAULTS["fp8_quantise", "repeat"] = [{"fp8_quantise": jittered_quantise}]
+FAULTS["fp8_select", "repeat"] = [{"fp8_select": jittered_fp8_select}]
 FAULTS["select", "repeat"] = [{"select": jittered_select}]
 FAULTS["compressed_select", "repeat"] = [{"compressed_select": jittered_compressed_select}]

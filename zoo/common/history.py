@@ -137,6 +137,24 @@ class TokenRows(_Rows):
 
 
 @dataclass(frozen=True)
+class CodedRows(_Rows):
+    """One row a token in E4M3 codes, [R, E] or [P, page, E], with its FP32 scale, [R, 1] or [P, page, 1]; a page table as above."""
+
+    codes: Tensor
+    scales: Tensor
+    page_table_NB: Tensor | None = None
+
+    def of(self, n: int, first: int, last: int, length: int) -> tuple[Tensor, Tensor]:
+        """([length, E], [length]) of sequence n, whose rows first .. last are being pushed."""
+        parts = (TokenRows(part, self.page_table_NB).of(n, first, last, length) for part in (self.codes, self.scales))
+        codes_TE, scales_T1 = parts
+        return codes_TE, scales_T1[:, 0]
+
+    def words(self) -> str:
+        return "packed codes" if self.packed else f"codes in pages of {self.codes.shape[1]}"
+
+
+@dataclass(frozen=True)
 class DeltaState(_Slots):
     """One layer's pools, and the slots of the sequences now being pushed. J: the rows of the live chunk; S: slots.
 

@@ -76,6 +76,7 @@ _ALIGNED = Specification(
             "head_linear": "fixed_k",
             "biased_route": "fp32",
             "select": "pair_tree",
+            "fp8_select": "deepgemm_scores",
             "sparse_attention": "list_tiles",
             "hyper_pre": "pair_tree",
             "hyper_post": "pair_tree",

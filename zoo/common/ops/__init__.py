@@ -13,6 +13,7 @@ from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
 from zoo.common.ops.fp8_linear import fp8_linear
 from zoo.common.ops.fp8_quantise import FP32_SCALES, POWERS_OF_TWO, Codes, ScaleRule, fp8_quantise
+from zoo.common.ops.fp8_select import fp8_select
 from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
 from zoo.common.ops.gated_rms_norm import gated_rms_norm
 from zoo.common.ops.hash_route import hash_route
@@ -65,6 +66,7 @@ __all__ = [
     "experts",
     "fp8_linear",
     "fp8_quantise",
+    "fp8_select",
     "gated_delta",
     "gated_delta_states",
     "gated_rms_norm",

@@ -14,6 +14,23 @@ GROUPS_A_PROGRAM = 8
 
 
 @triton.jit
+def codes_and_scales(x, floor, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr):
+    """x [ROWS, COLUMNS] in FP32, each row a group -> (values whose E4M3 codes are wanted, [ROWS] scales): see the op's page."""
+    size = tl.abs(x)
+    largest = tl.max(size, axis=1)
+    # a maximum may pass over a NaN, a sum does not
+    odd = tl.sum(tl.where(size < float("inf"), 0.0, 1.0), axis=1) > 0.0
+    scale = tl.div_rn(tl.maximum(largest, floor), LARGEST)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(odd, float("nan"), scale)
+    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (x.shape[0], x.shape[1])))
+    code = tl.minimum(tl.maximum(quotient, -LARGEST, propagate_nan=tl.PropagateNan.ALL), LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return code, scale
+
+
+@triton.jit
 def _fp8_quantise(
     x_ptr,
     codes_ptr,
@@ -33,17 +50,7 @@ def _fp8_quantise(
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < width
     x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(x)
-    largest = tl.max(size, axis=1)
-    # a maximum may pass over a NaN, a sum does not
-    odd = tl.sum(tl.where(size < float("inf"), 0.0, 1.0), axis=1) > 0.0
-    scale = tl.div_rn(tl.maximum(largest, floor), LARGEST)
-    if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(odd, float("nan"), scale)
-    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (TILE, GROUP)))
-    code = tl.minimum(tl.maximum(quotient, -LARGEST, propagate_nan=tl.PropagateNan.ALL), LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    code, scale = codes_and_scales(x, floor, POWER_OF_TWO, LARGEST)
     tl.store(codes_ptr + row * width + column, code.to(tl.float8e4nv), mask=inside)
     tl.store(scales_ptr + row * groups + group, scale, mask=group < groups)
 
