@@ -263,7 +263,7 @@ class TestForwardDoor:
         assert_same_bytes(out.hidden_states[keep], expected.hidden_states)
         assert out.logits.shape == (*ids.shape, CONFIGS[name].vocabulary) and out.logits.dtype == torch.float32
         assert_same_bytes(out.logits[keep], expected.logits)
-        assert out.loss is None and out["logits"] is out.logits and out[1] is out.logits
+        assert out.loss is None and out["logits"] is out.logits and out[0] is out.logits
         with pytest.raises(LawBroken):  # the control: without the mask a left pad is read
             whole = trainer(name)(ids.flip(1) if not left else ids)
             assert_same_bytes(whole.hidden_states[keep.flip(1) if not left else keep], expected.hidden_states)
