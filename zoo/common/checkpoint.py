@@ -186,7 +186,7 @@ def check_parameter_dtypes(checkpoint: Checkpoint, match: Match, parameters: Map
     for name, (entry, _) in match.places.items():
         have = DTYPES[stored[name].dtype]
         want = entry.stored(parameters[entry.ours].dtype)
-        allowed = {want} | (floats if want in floats and (convert or entry.widens) else set())
+        allowed = {want, *entry.alike} | (floats if want in floats and (convert or entry.widens) else set())
         if have not in allowed:
             wrong.append(f"{name} is {stored[name].dtype} where the program needs {NAMES[want]}")
             helps &= have in floats
@@ -212,7 +212,7 @@ def fill_parameters(parameters: Mapping[str, Tensor], checkpoint: Checkpoint, ma
             aliases.append((stored, entry, piece))
             continue
         view = piece.of(parameters[entry.ours])
-        view.copy_(_read(stored, piece))
+        view.copy_(entry.taken(stored.name, _read(stored, piece)))
         check_finite(stored.name, view)
     for stored, entry, piece in aliases:
         check_alias(stored.name, _read(stored, piece), entry.publish(piece.of(parameters[entry.ours])), entry.ours)
@@ -284,7 +284,8 @@ def save(
         if name not in match.places:
             return stored[name].read()
         entry, piece = match.places[name]
-        return piece.of(read(entry.ours)).to(dtypes[name])
+        ours = piece.of(read(entry.ours))
+        return ours.view(dtypes[name]) if dtypes[name] in entry.alike else ours.to(dtypes[name])
 
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
     for name, (entry, piece) in match.places.items():
@@ -292,7 +293,8 @@ def save(
             ours = piece.of(read(entry.ours))
             if torch.equal(ours.to(dtypes[name]).to(ours.dtype), ours):
                 continue
-        dtypes[name] = written(entry)
+        if dtypes[name] not in entry.alike:
+            dtypes[name] = written(entry)
     with fresh_folder(path) as folder:
         for name, file in source.files.items():
             file.write(folder / name)

@@ -310,9 +310,10 @@ class Pretrained(nn.Module):
             view = piece.of(parameters[entry.ours])
             check_dense(name, tensor)
             wanted = entry.stored(view.dtype)
-            if tuple(tensor.shape) != piece.shape or tensor.dtype != wanted:
+            if tuple(tensor.shape) != piece.shape or tensor.dtype not in (wanted, *entry.alike):
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {wanted} {list(piece.shape)}")
             files.check_finite(name, tensor)
+            tensor = entry.taken(name, tensor)
             itself = (tensor.data_ptr(), tensor.stride()) == (view.data_ptr(), view.stride())
             if tensor.untyped_storage().data_ptr() in ours and not itself:
                 tensor = tensor.clone()  # a parameter's own memory, which another write may reach before it is read
@@ -496,6 +497,7 @@ def draw_piece(
     owner = table.owners.get(entry.ours, entry)
     if owner.codec is not None and owner.beside:
         whole = owner.layouts[0][entry.layouts[0].index(piece)]
+        whole = replace(whole, shape=owner.codec.values(whole.shape))
         values = torch.empty(whole.shape, dtype=torch.float32, device=out.device)
         plain = replace(owner, codec=None, beside=())
         stored = owner.codec.encode(draw_piece(whole, values, seed, table, plain, how))

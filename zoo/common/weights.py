@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from zoo.common.codecs import BlockScaled, Codec, Rounded
+from zoo.common.codecs import BlockScaled, Codec, Exponents, MxFp4, Rounded
 from zoo.common.layout import Layout
+
+LARGEST_FP8_SCALE = 246  # as a byte: 448 x 2^119 is a BF16 number, 448 x 2^120 is not
+PACKED = MxFp4()
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,19 @@ class Entry:
         return self.held(usual) if self.codec is None else self.codec.stored
 
     @property
+    def alike(self) -> tuple[torch.dtype, ...]:
+        """Other dtypes that a checkpoint may have the same bytes in."""
+        return () if self.codec is None else self.codec.alike
+
+    def taken(self, name: str, published: Tensor) -> Tensor:
+        """A published tensor in the dtype that it is stored in, the same bytes. ValueError for bytes that mean nothing here."""
+        if self.codec is None:
+            return published
+        stored = published.view(self.codec.stored) if published.dtype in self.codec.alike else published
+        self.codec.check(name, stored)
+        return stored
+
+    @property
     def widens(self) -> bool:
         """Whether a checkpoint may have it narrower."""
         return self.held(torch.float64) is torch.float32
@@ -202,15 +218,66 @@ def block_scaled(
     *,
     cut: Cut | None = None,
 ) -> list[Entry]:
-    """A weight of FP8 codes, and its scales under both names with `scales` behind them. Neither is trained.
+    """A weight of FP8 codes, and its scales under both names with `scales` behind them; ".scale" stands in place of ".weight" in both.
+
+    Scales that are powers of two are stored as exponents, and held in FP32. Neither codes nor scales are trained.
 
     `cut` is that of the codes, in whole blocks; the scales of a rank's blocks go with them.
     """
-    beside = f"{ours}{scales}"
+    beside = scale_name(ours, scales)
+    stored = Exponents(held=torch.float32, largest=LARGEST_FP8_SCALE) if codec.power_of_two else None
+    piece = Piece(scale_name(published, scales), codec.scales(shape))
     return [
         Entry(ours, ((Piece(published, shape, cut=cut),),), trainable=False, codec=codec, beside=(beside,)),
-        Entry(beside, ((Piece(f"{published}{scales}", codec.scales(shape)),),), dtype=torch.float32, trainable=False),
+        Entry(beside, ((piece,),), dtype=torch.float32, trainable=False, codec=stored),
     ]
+
+
+def scale_name(codes: str, scales: str) -> str:
+    """The name of the scales beside codes: `scales` behind it, or in place of its last part where it begins with a dot."""
+    return f"{codes.rpartition('.')[0]}{scales}" if scales.startswith(".") else f"{codes}{scales}"
+
+
+def packed_experts(
+    ours: str,
+    theirs: Sequence[str],
+    count: int,
+    hidden: int,
+    intermediate: int,
+    codec: MxFp4 = PACKED,
+    *,
+    projections: tuple[str, str, str] = ("w1", "w3", "w2"),
+    scales: str = ".scale",
+) -> list[Entry]:
+    """The parameters of `PackedExperts`, of published codes and scales of every expert's gate, up and down projections.
+
+    theirs       what the names before an expert's number may be, one layout each
+    projections  the published names of gate, up and down
+
+    None is trained. ValueError for sizes that are no whole groups of 32.
+    """
+    gate, up, down = projections
+    parts = {
+        "gate_up": ([(gate, 0), (up, intermediate)], (intermediate, hidden)),
+        "down": ([(down, 0)], (hidden, intermediate)),
+    }
+    entries = []
+    for name, (pieces, values) in parts.items():
+        codes = codec.packed(values)
+        layouts = tuple(
+            tuple(Piece(f"{at}.{e}.{part}.weight", codes, expert=e, start=start) for e in range(count) for part, start in pieces)
+            for at in theirs
+        )
+        beside = tuple(
+            tuple(replace(piece, published=scale_name(piece.published, scales), shape=codec.scales(codes)) for piece in layout)
+            for layout in layouts
+        )
+        own = f"{ours}.{name}_scale"
+        entries += [
+            Entry(f"{ours}.{name}", layouts, trainable=False, codec=codec, beside=(own,)),
+            Entry(own, beside, trainable=False, codec=Exponents()),
+        ]
+    return entries
 
 
 def gated_mlp(ours: str, theirs: str, hidden: int, intermediate: int) -> list[Entry]:
