@@ -1,8 +1,8 @@
 """What a weight's values become where they are stored, and what they are again where they are computed with.
 
 A codec belongs to an entry of a weight table. `Rounded` keeps more in the parameter than a checkpoint has; `BlockScaled` and `MxFp4` keep
-exactly what the checkpoint has, codes and the scales beside them, which are decoded where a layer computes. `Exponents` is the codec of such
-scales where they are powers of two.
+exactly what the checkpoint has, codes and the scales beside them, which are decoded where a layer computes. `Exponents` is the codec of
+such scales where they are powers of two.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class BlockScaled:
 
     def decode(self, *stored: Tensor) -> Tensor:
         codes, scales = stored
-        return codes.float() * self._spread(scales, codes)
+        return codes.float() * self._spread(scales.float(), codes)
 
     def check(self, name: str, stored: Tensor) -> None:
         pass
@@ -227,3 +227,6 @@ class MxFp4:
 
     def compute(self, values: Tensor, out: Tensor) -> None:
         out.copy_(self.decode(*self.encode(values)))
+
+
+PACKED = MxFp4()

@@ -1,4 +1,4 @@
-"""A checkpoint in FP8 codes, seen as one of BF16 weights: every matrix is decoded, and rounded once, where it is read."""
+"""A checkpoint in codes with scales, seen as one of BF16 weights: every matrix is decoded, and rounded once, where it is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zoo.common.checkpoint import Checkpoint, SideFile
-from zoo.common.quantisation import BLOCKS, FIELD, SCALES
+from zoo.common.checkpoint import Checkpoint, SideFile, check_finite
+from zoo.common.quantisation import FIELD
 from zoo.common.reading import parse_object
 from zoo.common.shards import INDEX, NAMES, Shard, StoredTensor, header_of
-from zoo.common.weights import WeightTable
+from zoo.common.weights import Entry, WeightTable
 
 DTYPE = torch.bfloat16
 
@@ -24,9 +24,16 @@ class DecodedTensor(StoredTensor):
 
     codes: StoredTensor
     scales: StoredTensor
+    entries: tuple[Entry, Entry]
 
     def read(self) -> Tensor:
-        return BLOCKS.decode(self.codes.read(), self.scales.read()).to(DTYPE)
+        owner, beside = self.entries
+        assert owner.codec is not None, "codes have a codec"
+        parts = []
+        for entry, stored in ((owner, self.codes), (beside, self.scales)):
+            parts.append(entry.taken(stored.name, stored.read()))
+            check_finite(stored.name, parts[-1])
+        return owner.codec.decode(*parts).to(DTYPE)
 
     def read_runs(self, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
         whole = self.read()
@@ -40,10 +47,9 @@ def decoded(checkpoint: Checkpoint, table: WeightTable) -> Checkpoint:
     """
     checkpoint.match(table)
     stored = checkpoint.tensors
-    gone = {
-        f"{name}{SCALES}" for entry in table.entries if entry.beside for pieces in entry.layouts for name in (p.published for p in pieces)
-    }
-    told = {name: _told(tensor, stored[f"{name}{SCALES}"]) for name, tensor in stored.items() if f"{name}{SCALES}" in gone}
+    pairs = coded(table)
+    told = {name: _told(tensor, stored[pairs[name][0]], pairs[name][1]) for name, tensor in stored.items() if name in pairs}
+    gone = {pairs[name][0] for name in told}
     shards = tuple(_shard(shard, told, gone) for shard in checkpoint.shards)
     config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
     text = (json.dumps(config, indent=2) + "\n").encode()
@@ -52,8 +58,22 @@ def decoded(checkpoint: Checkpoint, table: WeightTable) -> Checkpoint:
     return replace(checkpoint, config=config, shards=shards, index=_index(checkpoint, shards, gone), files=files)
 
 
-def _told(codes: StoredTensor, scales: StoredTensor) -> DecodedTensor:
-    return DecodedTensor(codes.name, NAMES[DTYPE], codes.shape, codes.path, codes.offset, codes, scales)
+def coded(table: WeightTable) -> dict[str, tuple[str, tuple[Entry, Entry]]]:
+    """The published name of every tensor of codes: the name of its scales, and the entries of both."""
+    entries = {entry.ours: entry for entry in table.entries}
+    found = {}
+    for owner in table.entries:
+        for beside in owner.beside:
+            for codes, scales in zip(owner.layouts, entries[beside].layouts, strict=True):
+                pairs = zip(codes, scales, strict=True)
+                found.update({piece.published: (scale.published, (owner, entries[beside])) for piece, scale in pairs})
+    return found
+
+
+def _told(codes: StoredTensor, scales: StoredTensor, entries: tuple[Entry, Entry]) -> DecodedTensor:
+    codec = entries[0].codec
+    assert codec is not None, "codes have a codec"
+    return DecodedTensor(codes.name, NAMES[DTYPE], codec.values(codes.shape), codes.path, codes.offset, codes, scales, entries)
 
 
 def _shard(shard: Shard, told: dict[str, DecodedTensor], gone: set[str]) -> Shard:

@@ -106,6 +106,9 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
         elif isinstance(part, layers.Experts):
             count, hidden, intermediate = part.down.shape
             found.add(("experts", (count, hidden, intermediate)))
+        elif isinstance(part, layers.PackedExperts):
+            count, hidden, bytes_a_row = part.down.shape
+            found.add(("packed_experts", (count, hidden, 2 * bytes_a_row)))
     return found | {("linear", shape) for shape in _head_shapes_of(module)}
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.codecs import BlockScaled
+from zoo.common.codecs import PACKED, BlockScaled
 from zoo.common.masters import computed
 from zoo.common.program import Program, split_k
 
@@ -104,6 +104,33 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
         slots_RKD = ops.experts(x_RD, experts_RK, computed(self, "gate_up"), computed(self, "down"), program=self.program)
         return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
+
+
+class PackedExperts(nn.Module):
+    """`Experts` in MXFP4: gate_up int8 [X, 2F, D / 2] and down [X, D, F / 2] of two codes a byte, each with its exponents in `..._scale`.
+
+    None of them is trained. `limit`: see ops.swiglu.
+    """
+
+    def __init__(self, count: int, hidden: int, intermediate: int, program: Program, limit: float | None = None) -> None:
+        super().__init__()
+        self.gate_up, self.gate_up_scale = _packed(count, 2 * intermediate, hidden)
+        self.down, self.down_scale = _packed(count, hidden, intermediate)
+        self.program = program
+        self.limit = limit
+
+    def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
+        codes = (self.gate_up, self.gate_up_scale, self.down, self.down_scale)
+        slots_RKD = ops.packed_experts(x_RD, experts_RK, *codes, program=self.program, limit=self.limit)
+        return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
+
+
+def _packed(*values: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Codes and exponents of values of this shape, not filled."""
+    shape = PACKED.packed(values)
+    codes = torch.empty(shape, dtype=PACKED.held)
+    scales = torch.empty(PACKED.scales(shape), dtype=torch.float8_e8m0fnu)
+    return nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
 def _hold_codes(module: nn.Module, name: str, codec: BlockScaled) -> None:

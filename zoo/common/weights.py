@@ -10,11 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zoo.common.codecs import BlockScaled, Codec, Exponents, MxFp4, Rounded
+from zoo.common.codecs import PACKED, BlockScaled, Codec, Exponents, MxFp4, Rounded
 from zoo.common.layout import Layout
 
 LARGEST_FP8_SCALE = 246  # as a byte: 448 x 2^119 is a BF16 number, 448 x 2^120 is not
-PACKED = MxFp4()
 
 
 @dataclass(frozen=True)
