@@ -20,7 +20,9 @@ import pytest
 from weights_tools.make_tiny import make_tiny
 from zoo.common.shards import INDEX
 
-REPO, COMMIT, OLD = "lab/tiny-qwen3", "c0ffee" + "0" * 34, "0badbeef" + "0" * 32
+REPO = "lab/tiny-qwen3"
+COMMIT = "c0ffee" + "0" * 34
+OLD = "0badbeef" + "0" * 32
 PROGRAM = """
 import sys, zoo
 kwargs = {"revision": sys.argv[3]} if sys.argv[3] else {}
@@ -152,7 +154,8 @@ def local(folder: Path) -> str:
 
 
 def test_load_by_hub_id_then_offline(hub: Hub, tmp_path: Path) -> None:
-    served, older = hub.revisions["main"][1], hub.revisions["v1"][1]
+    served = hub.revisions["main"][1]
+    older = hub.revisions["v1"][1]
     assert local(served) != local(older)
     assert load(hub.url, tmp_path / "home") == local(served)
     fetched = [line.rsplit("/", 1)[1] for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
@@ -164,7 +167,8 @@ def test_load_by_hub_id_then_offline(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_mistyped_folder_is_refused_before_the_hub_is_asked(hub: Hub, tmp_path: Path) -> None:
-    home, here = tmp_path / "home", tmp_path / "here"
+    home = tmp_path / "home"
+    here = tmp_path / "here"
     (here / "lab").mkdir(parents=True)
     said = f"refused {REPO} is not a folder, though lab is here; give a revision (main) if the hub's {REPO} is meant"
     assert load(hub.url, home, folder=here) == said and hub.asked == []
@@ -180,7 +184,8 @@ def test_what_the_hub_has_not_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
     assert load(hub.url, home, revision="v9") == f"refused '{REPO}', revision 'v9', at {hub.url}: the repository has no such revision"
     hub.broken = True
     assert "the hub can't be reached" in load(hub.url, home)
-    hub.broken, hub.gated = False, True
+    hub.broken = False
+    hub.gated = True
     assert load(hub.url, home).startswith(f"refused '{REPO}', revision 'main', at {hub.url}: the repository is gated")
 
 

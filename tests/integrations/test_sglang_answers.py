@@ -202,7 +202,9 @@ def test_record_refuses_what_is_no_prompt_and_more_tokens_than_were_asked_for() 
         record(answered(), PROMPT, {"max_new_tokens": 1}, PRINTED)
 
 
-LAYERS, TOP_K, TOKENS = 2, 3, 10
+LAYERS = 2
+TOP_K = 3
+TOKENS = 10
 
 
 def routed(**changed: Any) -> dict[str, Any]:

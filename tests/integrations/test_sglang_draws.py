@@ -25,7 +25,8 @@ from zoo.sglang_plugin.columns import WeightsState, joined
 from zoo.sglang_plugin.draws import CapturedDraw, GraphDraws, taken
 from zoo.sglang_plugin.names import DRAWN, FILTERED, STATE, WEIGHTS
 
-CAPTURED, WIDTH = 8, 300
+CAPTURED = 8
+WIDTH = 300
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ class Graph:
 
     def __init__(self, draws: GraphDraws) -> None:
         self.draws = draws
-        self.logits_CV, self.positions_C = torch.zeros(CAPTURED, WIDTH), torch.zeros(CAPTURED, dtype=torch.int64)
+        self.logits_CV = torch.zeros(CAPTURED, WIDTH)
+        self.positions_C = torch.zeros(CAPTURED, dtype=torch.int64)
         self.found = draws.draw(self.logits_CV, self.positions_C)
         self.info = {DRAWN: self.found}
 
@@ -100,7 +102,8 @@ def test_graphs_draw_the_samplers_bytes(program: Program) -> None:
 
 
 def test_control_columns_of_another_batch_draw_other_tokens(program: Program) -> None:
-    graph, rows = Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(3, 80)
+    graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
+    rows = seeded(3, 80)
     graph.draws.bind(seeded(3, 40))
     graph.draws.bound = rows
     logits_RV, positions_R = step_of(3, 0)
@@ -114,7 +117,8 @@ def test_control_columns_of_another_batch_draw_other_tokens(program: Program) ->
 
 
 def test_only_the_bound_rows_take_what_a_graph_drew(program: Program) -> None:
-    graph, rows = Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(3, 40)
+    graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
+    rows = seeded(3, 40)
     assert taken(None, rows, 3) is None and taken(graph.found, rows, 3) is None  # no graph; nothing loaded
     for other in (None, seeded(3, 40, top_k=4), dataclasses.replace(rows, filters=True)):
         graph.draws.bind(other)
@@ -131,16 +135,19 @@ def test_only_the_bound_rows_take_what_a_graph_drew(program: Program) -> None:
 
 
 def test_rows_are_copied_once(program: Program) -> None:
-    draws, copied = GraphDraws(CAPTURED, program, "cpu"), []
+    draws = GraphDraws(CAPTURED, program, "cpu")
+    copied = []
     draws.columns = types.SimpleNamespace(copy_=copied.append)  # type: ignore[assignment]
-    first, second = seeded(2, 1), seeded(2, 1)
+    first = seeded(2, 1)
+    second = seeded(2, 1)
     for rows in (first, first, second, second, first):
         draws.bind(rows)
     assert [id(rows) for rows in copied] == [id(first), id(second), id(first)]
 
 
 def test_the_next_replay_leaves_what_was_taken(program: Program) -> None:
-    graph, rows = Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(5, 40)
+    graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
+    rows = seeded(5, 40)
     graph.draws.bind(rows)
     logits_RV, positions_R = step_of(5, 0)
     found = graph.replay(logits_RV, positions_R)
@@ -156,7 +163,9 @@ def test_the_next_replay_leaves_what_was_taken(program: Program) -> None:
 @pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])
 def test_stand_in_memory_that_comes_back_is_written_again(tags: list[str] | None, program: Program) -> None:
     """A batch that was paused goes on with the same rows; the columns hold anybody's bytes."""
-    page, graph, rows = importlib.import_module("zoo.sglang_plugin.register"), Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(3, 40)
+    page = importlib.import_module("zoo.sglang_plugin.register")
+    graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
+    rows = seeded(3, 40)
     runner = types.SimpleNamespace(
         server_args=types.SimpleNamespace(attention_backend="zoo"),
         attn_backend=types.SimpleNamespace(clear_padding=lambda: None, draws=graph.draws),
@@ -181,8 +190,10 @@ def test_stand_in_the_sampler_takes_or_draws(program: Program, monkeypatch: pyte
     """Ten steps by a graph, and others that must not take its draw: the same bytes, and the graph's own output stays as it was."""
     page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     sampler = page.RowSampler()
-    sampler.program, sampler.weights = program, WeightsState(str)
-    graph, rows = Graph(GraphDraws(CAPTURED, program, "cpu")), seeded(3, 40, temperature=0.7)
+    sampler.program = program
+    sampler.weights = WeightsState(str)
+    graph = Graph(GraphDraws(CAPTURED, program, "cpu"))
+    rows = seeded(3, 40, temperature=0.7)
 
     def sampled(asked: RowSampling, step: int, returned: bool, info: dict[str, Any] | None) -> None:
         logits_RV, positions_R = step_of(3, step)
@@ -219,7 +230,8 @@ def test_stand_in_a_batch_that_lost_its_last_filter_has_none(program: Program, m
 
     info = batch({}, {"top_k": 4, "temperature": 0.7}, {"sampling_seed": 9})
     assert (info.rows.scales, info.rows.filters) == (True, True) and len(info.bounds) == 3
-    before, forward = info.rows, dataclasses.replace(info)
+    before = info.rows
+    forward = dataclasses.replace(info)
     info.adjusted_merge_batch(batch({"temperature": 0.7}))
     assert (info.rows.scales, info.rows.filters, info.rows.count) == (True, True, 4)
     keep = [0, 2, 3]
@@ -240,7 +252,8 @@ def test_stand_in_a_batch_that_lost_its_last_filter_has_none(program: Program, m
 
 
 def test_stand_in_a_server_says_what_graphs_drew(program: Program) -> None:
-    page, draws = importlib.import_module("zoo.sglang_plugin.register"), GraphDraws(CAPTURED, program, "cpu")
+    page = importlib.import_module("zoo.sglang_plugin.register")
+    draws = GraphDraws(CAPTURED, program, "cpu")
     hooked = ("release_memory_occupation", "resume_memory_occupation", "update_weights_from_tensor")
     updater = type("Updater", (), {name: types.SimpleNamespace(__wrapped__=None) for name in hooked})()
     updater.offload_tags = {"weights"}

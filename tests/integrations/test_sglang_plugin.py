@@ -44,7 +44,7 @@ from zoo.sglang_plugin import (
     requests,
     routing,
     updating,
-)  # fmt: skip
+)
 from zoo.sglang_plugin.capturer import RoutingCapturer, around_collect, around_create
 from zoo.sglang_plugin.columns import HostColumn, SharedColumn, Uncut, WeightsColumn, WeightsState, joined
 from zoo.sglang_plugin.results import around_prefill_result
@@ -75,7 +75,8 @@ def builder(positions: int = 128) -> memory.StepBuilder:
 
 
 def test_decode_batch_becomes_rows() -> None:
-    requests_N, lengths_N = torch.tensor([3, 5, 1]), torch.tensor([17, 3, 9])
+    requests_N = torch.tensor([3, 5, 1])
+    lengths_N = torch.tensor([17, 3, 9])
     slots = torch.tensor([slots_of(HELD[r], n)[-1] for r, n in zip((3, 5, 1), (17, 3, 9), strict=True)])
     step = builder().decode(requests_N, lengths_N, lengths_N - 1, slots, 17)
     wanted = Rows.pushed([1, 1, 1], [16, 2, 8], "cpu")
@@ -90,15 +91,18 @@ def test_decode_batch_becomes_rows() -> None:
 
 
 def test_extend_batch_becomes_rows() -> None:
-    counts, contexts = [9, 2, 1], [8, 0, 8]
+    counts = [9, 2, 1]
+    contexts = [8, 0, 8]
     wanted = Rows.pushed(counts, contexts, "cpu")
     slots = torch.tensor([s for r, c, b in zip((3, 5, 1), counts, contexts, strict=True) for s in slots_of(HELD[r], b + c)[b:]])
-    counts_N, contexts_N = torch.tensor(counts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+    counts_N = torch.tensor(counts, dtype=torch.int32)
+    contexts_N = torch.tensor(contexts, dtype=torch.int32)
     step = builder().extend(
         torch.tensor([3, 5, 1]), counts_N + contexts_N, wanted.positions_R, slots, counts_N, contexts_N, counts, contexts
     )
     for name in ("positions_R", "sequence_R", "starts_N1", "lengths_N", "max_rows", "max_length"):
-        mine, theirs = getattr(step.rows, name), getattr(wanted, name)
+        mine = getattr(step.rows, name)
+        theirs = getattr(wanted, name)
         assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype if isinstance(mine, Tensor) else mine == theirs, name
     assert step.table_NB.tolist() == [[7, 2, 9], [4, 0, 0], [6, 1, 0]]
     tails = step.tail_R.tolist()
@@ -107,9 +111,15 @@ def test_extend_batch_becomes_rows() -> None:
     assert sum(t > 0 for t in tails) == 3
     # a later chunk inside a page that an earlier push started leaves the rest as it is
     later = builder().extend(
-        torch.tensor([5]), torch.tensor([5]), torch.tensor([2, 3, 4]), torch.tensor(slots_of([4], 5)[2:]), torch.tensor([3]),
-        torch.tensor([2]), [3], [2],
-    )  # fmt: skip
+        torch.tensor([5]),
+        torch.tensor([5]),
+        torch.tensor([2, 3, 4]),
+        torch.tensor(slots_of([4], 5)[2:]),
+        torch.tensor([3]),
+        torch.tensor([2]),
+        [3],
+        [2],
+    )
     assert later.tail_R.tolist() == [0, 0, 0]
 
 
@@ -150,7 +160,8 @@ def test_pages_of_a_dirty_pool_give_the_bytes_of_the_zoos_own_memory(serving: Qw
         after = [b + n for b, n in zip(before, counts, strict=True)]
         tokens = torch.cat([ids[n, before[n] : after[n]] for n in range(2)])
         slots = torch.tensor([s for r, b, a in zip((3, 1), before, after, strict=True) for s in slots_of(HELD[r], a)[b:]])
-        table_N, lengths = torch.tensor([3, 1]), torch.tensor(after)
+        table_N = torch.tensor([3, 1])
+        lengths = torch.tensor(after)
         if counts == [1, 1]:
             step = made.decode(table_N, lengths, lengths - 1, slots, max(after))
         else:
@@ -197,7 +208,8 @@ def test_padded_prefills_of_a_dirty_pool_leave_every_byte(serving: Qwen3ForServi
     """The same prefills eagerly and padded, page 0 dirty too; what no captured prefill serves is left to the eager one."""
     held = {3: list(range(40, 10, -2)), 5: [4, 9, 2], 1: list(range(41, 11, -2))}
     made = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
-    plain, padded = dirty_pool(serving, 50), dirty_pool(serving, 50)
+    plain = dirty_pool(serving, 50)
+    padded = dirty_pool(serving, 50)
     prefills = memory.PrefillSteps(made, 256, 100, "cpu")
     assert list(prefills.steps) == [64]
 
@@ -209,16 +221,24 @@ def test_padded_prefills_of_a_dirty_pool_leave_every_byte(serving: Qwen3ForServi
     prefills.replays = {64: lambda: run(static.padded.ids_R, static.step, padded)}
     before = {3: 0, 5: 0, 1: 0}
     for counts in ({3: 13, 1: 20}, {3: 51, 5: 2}, {1: 64}, {5: 15, 3: 1, 1: 3}, {3: 40, 1: 33}):
-        requests, contexts = list(counts), [before[r] for r in counts]
+        requests = list(counts)
+        contexts = [before[r] for r in counts]
         before |= {r: before[r] + n for r, n in counts.items()}
         rows = Rows.pushed(list(counts.values()), contexts, "cpu")
         slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
         step = made.extend(
-            torch.tensor(requests), rows.lengths_N, rows.positions_R, slots, torch.tensor(list(counts.values())),
-            torch.tensor(contexts), list(counts.values()), contexts,
-        )  # fmt: skip
+            torch.tensor(requests),
+            rows.lengths_N,
+            rows.positions_R,
+            slots,
+            torch.tensor(list(counts.values())),
+            torch.tensor(contexts),
+            list(counts.values()),
+            contexts,
+        )
         ids = torch.randint(0, serving.config.vocabulary, (rows.count,))
-        wanted, found = run(ids, step, plain), prefills.push(ids, step)
+        wanted = run(ids, step, plain)
+        found = prefills.push(ids, step)
         assert (found is None) == (rows.count > 64)
         if found is None:
             found = run(ids, step, padded)
@@ -238,12 +258,19 @@ def test_places_of_a_larger_prefill_are_padding_again() -> None:
     made = builder()
 
     def extended(*places: int) -> memory.Step:
-        counts, zeros = [2] * len(places), [0] * len(places)
+        counts = [2] * len(places)
+        zeros = [0] * len(places)
         slots = [slot for place in places for slot in slots_of(HELD[place], 2)]
         return made.extend(
-            torch.tensor(places), torch.tensor(counts), torch.tensor([0, 1] * len(places)), torch.tensor(slots), torch.tensor(counts),
-            torch.tensor(zeros), counts, zeros,
-        )  # fmt: skip
+            torch.tensor(places),
+            torch.tensor(counts),
+            torch.tensor([0, 1] * len(places)),
+            torch.tensor(slots),
+            torch.tensor(counts),
+            torch.tensor(zeros),
+            counts,
+            zeros,
+        )
 
     padded = memory.PaddedStep(made, 64, 128, "cpu")
     for places in ((3, 5, 1), (5,), (1, 3)):
@@ -276,7 +303,8 @@ def test_graph_steps_are_static_and_refreshed_in_place() -> None:
     assert [steps.length_for(n) for n in (1, 32, 33, 128)] == [32, 32, 128, 128]
     with pytest.raises(ValueError, match="129 tokens is longer than the largest captured graph's 128"):
         steps.length_for(129)
-    positions, slots = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    positions = torch.zeros(3, dtype=torch.int64)
+    slots = torch.zeros(3, dtype=torch.int64)
     padded = torch.tensor([0, 0, 0])
     captured = {length: steps.step(length, padded, positions, slots) for length in steps.lengths}
     assert captured[32].table_NB.shape == (3, 32 // PAGE) and captured[128].table_NB.shape == (3, 128 // PAGE)
@@ -577,7 +605,8 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
     page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
     sampler = page.RowSampler()
-    sampler.program, sampler.weights = program, WeightsState(str)
+    sampler.program = program
+    sampler.weights = WeightsState(str)
     logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
     positions = torch.tensor([4, 9, 2])
 
@@ -597,8 +626,11 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
         return [column[i] for i in range(3)]
 
     for returned, params, kind in (
-        (True, {}, SharedColumn), (True, {"temperature": 0.7}, SharedColumn), (False, {}, HostColumn), (True, {"top_k": 4}, HostColumn),
-    ):  # fmt: skip
+        (True, {}, SharedColumn),
+        (True, {"temperature": 0.7}, SharedColumn),
+        (False, {}, HostColumn),
+        (True, {"top_k": 4}, HostColumn),
+    ):
         output, wanted = drawn(returned, **params)
         assert output.customized_info is not None and type(output.customized_info[FILTERED]) is kind
         assert read(output) == wanted.filtered_log_prob_R.tolist()
@@ -609,7 +641,8 @@ def test_stand_in_unfiltered_log_probabilities_travel_once(processed: Callable[[
     try:
         output, _ = drawn(True)
         assert output.customized_info is not None
-        column, gone = output.customized_info[FILTERED], weakref.ref(output)
+        column = output.customized_info[FILTERED]
+        gone = weakref.ref(output)
         del output
         assert gone() is None
         with pytest.raises(RuntimeError, match="let its output go"):
@@ -630,7 +663,8 @@ def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, mon
     page = over_stand_ins(monkeypatch, "sampler", SAMPLING)
     program = Qwen3ForServing.from_config(SIZES["tiny"], device="cpu").program
     sampler = page.RowSampler()
-    sampler.program, sampler.weights = program, WeightsState(str)
+    sampler.program = program
+    sampler.weights = WeightsState(str)
     logits_RV = torch.randn(3, 300, generator=torch.Generator().manual_seed(5)) * 3
     seen: list[Any] = []
 
@@ -643,7 +677,8 @@ def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, mon
 
     sampler.output_logprob_processor = types.SimpleNamespace(compute_logprobs=compute)
     rows = RowSampling.of([SamplingParams(temperature=temperature)] * 3, [0] * 3, "cpu")
-    output, info = Output(logits_RV), page.RowsBatchInfo(rows=rows)
+    output = Output(logits_RV)
+    info = page.RowsBatchInfo(rows=rows)
     sampler.compute_logprobs_only(output, info, [0] * 3, [None] * 3)
     assert seen == [] and output.next_token_logprobs is None
     sampler.compute_logprobs_only(output, info, [0] * 3, [None, [5, 9], None])
@@ -661,7 +696,8 @@ def test_stand_in_prompts_scored_alone_get_the_ops_bytes(temperature: float, mon
 
 def test_stand_in_the_longest_sequence_picks_the_graph(scheduler_pages: types.SimpleNamespace) -> None:
     backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
-    backend.context, backend.graphs = 4096, types.SimpleNamespace(length_for=lambda longest: longest)
+    backend.context = 4096
+    backend.graphs = types.SimpleNamespace(length_for=lambda longest: longest)
     many = torch.arange(80, dtype=torch.int32).roll(30)
     found = [backend.graph_length(lengths) for lengths in (torch.tensor([5, 900, 7]), many, many[-2:], None)]
     assert found == [900, 79, 49, 4096] and all(type(length) is int for length in found)
@@ -681,7 +717,8 @@ def test_joined_rows_are_the_rows_of_both() -> None:
 
 def test_prompt_scores_are_the_trainers(serving: Qwen3ForServing, trainer: Qwen3ForRL) -> None:
     """Two prompts; of the first only tokens from row 2 on are wanted, as SGLang's logprob_start_len says."""
-    counts, begins = [6, 5], [2, 0]
+    counts = [6, 5]
+    begins = [2, 0]
     ids = torch.randint(0, serving.config.vocabulary, (11,))
     cu = torch.tensor([0, 6, 11])
     pages = serving.make_memory(4, PAGE)
@@ -746,7 +783,8 @@ def test_routing_of_a_request_is_the_trainers() -> None:
     table = request_table({3: [7, 2, 9], 1: [7, 4, 1]})
     made = memory.StepBuilder(table, PAGE, SEGMENT, 128)
     for place, context, count in ((3, 0, 10), (3, 10, 5), (3, 15, 1), (1, 8, 4)):
-        place_N, after = torch.tensor([place]), context + count
+        place_N = torch.tensor([place])
+        after = context + count
         slots = table[place, context:after].long()
         positions = torch.arange(context, after)
         if count == 1:
@@ -775,7 +813,8 @@ def test_routing_of_a_request_is_the_trainers() -> None:
         assert found.dtype == torch.int32 and torch.equal(found, experts[start:length].int())
         assert torch.equal(captured.weights().view(torch.int32), weights[start:length].view(torch.int32))
     # control: one bit of what was captured, of an expert and of a weight, is seen
-    slot, k = int(table[3, 5]), c.experts_per_token
+    slot = int(table[3, 5])
+    k = c.experts_per_token
     for column in (0, k):
         captured.host_SLC[slot, -1, column] ^= 1
         found = captured.get_topk(req_pool_idx=3, seqlen=17, req_to_token_pool=table_of)
@@ -791,7 +830,8 @@ def test_routing_of_a_request_is_the_trainers() -> None:
 def server_of(monkeypatch: pytest.MonkeyPatch, capturer: Any, **args: Any) -> None:
     """Stand-ins of SGLang's context of a process, and of its capturer."""
     given = types.SimpleNamespace(**({"attention_backend": "zoo", "enable_return_routed_experts": True} | args))
-    context, state = types.ModuleType("sglang.srt.runtime_context"), types.ModuleType("sglang.srt.state_capturer.routed_experts")
+    context = types.ModuleType("sglang.srt.runtime_context")
+    state = types.ModuleType("sglang.srt.state_capturer.routed_experts")
     context.get_server_args = lambda: given  # type: ignore[attr-defined]
     context.get_schedule = lambda: given  # type: ignore[attr-defined]
     state.get_global_experts_capturer = lambda: capturer  # type: ignore[attr-defined]
@@ -812,11 +852,16 @@ def test_stand_in_routing_reaches_the_client(monkeypatch: pytest.MonkeyPatch) ->
 
     def request(asks: bool) -> Any:
         return types.SimpleNamespace(
-            asks=asks, customized_info=None, output_ids_through_stop=[1, 2, 3], origin_input_ids=[5, 6, 7],
+            asks=asks,
+            customized_info=None,
+            output_ids_through_stop=[1, 2, 3],
+            origin_input_ids=[5, 6, 7],
             sampling_params=types.SimpleNamespace(sampling_seed=9),
-        )  # fmt: skip
+        )
 
-    finished, silent, scored = request(True), request(False), request(True)
+    finished = request(True)
+    silent = request(False)
+    scored = request(True)
     scored.output_ids_through_stop = []  # max_new_tokens 0
     for each in (finished, silent, scored):
         around_collect(collect, None, each)
@@ -860,8 +905,14 @@ class Row:
     """Stands for a request of SGLang whose prefill is over."""
 
     def __init__(self, rid: str, tokens: int = 0, retracted: bool = False, finished: bool = False, chunks: int = 0) -> None:
-        self.rid, self.output_ids, self.is_retracted, self.inflight_middle_chunks = rid, [7] * tokens, retracted, chunks
-        self.done, self.scores, self.sent, self.send_output_token_logprobs_offset = finished, None, 0, tokens
+        self.rid = rid
+        self.output_ids = [7] * tokens
+        self.is_retracted = retracted
+        self.inflight_middle_chunks = chunks
+        self.done = finished
+        self.scores = None
+        self.sent = 0
+        self.send_output_token_logprobs_offset = tokens
 
     def finished(self) -> bool:
         return self.done
@@ -885,16 +936,20 @@ def read_prefill(processor: Any, batch: Any, result: Any) -> str:
 def test_stand_in_a_request_retracted_before_its_result_is_read_costs_no_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = types.SimpleNamespace(calculate_num_input_logprobs=lambda row, length, start: length - start)
     processor = types.SimpleNamespace(logprob_result_processor=counts)
-    lengths, starts, column = [3, 4, 2, 5, 2], [0, 1, 0, 0, 2], torch.arange(13.0)
+    lengths = [3, 4, 2, 5, 2]
+    starts = [0, 1, 0, 0, 2]
+    column = torch.arange(13.0)
 
     def read(hooked: bool, backend: str = "zoo", retracted: bool = True) -> tuple[list[Row], list[str]]:
         server_of(monkeypatch, None, attention_backend=backend)
         rows = [Row("a"), Row("b", retracted=retracted), Row("c", tokens=4, finished=retracted), Row("d"), Row("e", chunks=1)]
         copied: list[str] = []
         result = types.SimpleNamespace(
-            logits_output=types.SimpleNamespace(input_token_logprobs=column), extend_input_len_per_req=lengths,
-            extend_logprob_start_len_per_req=starts, copy_done=types.SimpleNamespace(synchronize=lambda: copied.append("waited")),
-        )  # fmt: skip
+            logits_output=types.SimpleNamespace(input_token_logprobs=column),
+            extend_input_len_per_req=lengths,
+            extend_logprob_start_len_per_req=starts,
+            copy_done=types.SimpleNamespace(synchronize=lambda: copied.append("waited")),
+        )
         batch = types.SimpleNamespace(reqs=rows, return_logprob=True)
         said = around_prefill_result(read_prefill, processor, batch, result) if hooked else read_prefill(processor, batch, result)
         assert said == "read"
@@ -919,7 +974,8 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
     memory.KeyValuePool(*buffers, PAGE, torch.bfloat16).clear_padding()
     for buffer in (*buffers[0], *buffers[1]):
         assert buffer[:PAGE].eq(0).all() and buffer[PAGE:].isnan().all()
-    page, cleared = import_module("zoo.sglang_plugin.register"), []
+    page = import_module("zoo.sglang_plugin.register")
+    cleared = []
     runner = types.SimpleNamespace(
         server_args=types.SimpleNamespace(attention_backend="zoo"),
         attn_backend=types.SimpleNamespace(clear_padding=lambda: cleared.append(1), draws=None),
@@ -967,7 +1023,8 @@ def test_stand_in_every_write_is_inexact_until_a_flush(serving: Qwen3ForServing,
         "release": lambda: release("weights"),
     }
     for name, write in writes.items():
-        launched, before = WeightsColumn(model.weights), model.fingerprint().weights
+        launched = WeightsColumn(model.weights)
+        before = model.fingerprint().weights
         parameter = next(model.parameters())
         write()
         assert not exact() and not launched[0], name
@@ -1013,7 +1070,9 @@ def test_stand_in_registration(resolver: str, monkeypatch: pytest.MonkeyPatch) -
     registry.HookRegistry = types.SimpleNamespace(register=lambda target, hook, kind: found.append((target, hook, kind)))  # type: ignore[attr-defined]
     registry.HookType = {"AROUND": "around", "AFTER": "after", "BEFORE": "before"}  # type: ignore[attr-defined]
     args = types.ModuleType("sglang.srt.server_args")
-    args.ATTENTION_BACKEND_CHOICES, args.SAMPLING_BACKEND_CHOICES = ["fa3"], {"pytorch"}  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    args.ATTENTION_BACKEND_CHOICES = ["fa3"]
+    args.SAMPLING_BACKEND_CHOICES = {"pytorch"}
     args.add_attention_backend_choices = args.ATTENTION_BACKEND_CHOICES.extend  # type: ignore[attr-defined]
     args.ServerArgs = type("ServerArgs", (), {resolver: None})  # type: ignore[attr-defined]
     parsers = types.ModuleType("sglang.srt.configs.model_config_parser_registry")
@@ -1023,10 +1082,14 @@ def test_stand_in_registration(resolver: str, monkeypatch: pytest.MonkeyPatch) -
     srt = types.ModuleType("sglang.srt")
     srt.server_args = args  # type: ignore[attr-defined]
     for name, module in (
-        ("sglang", types.ModuleType("sglang")), ("sglang.srt", srt), ("sglang.srt.server_args", args),
-        ("sglang.srt.plugins", types.ModuleType("sglang.srt.plugins")), (registry.__name__, registry),
-        ("sglang.srt.configs", types.ModuleType("sglang.srt.configs")), (parsers.__name__, parsers),
-    ):  # fmt: skip
+        ("sglang", types.ModuleType("sglang")),
+        ("sglang.srt", srt),
+        ("sglang.srt.server_args", args),
+        ("sglang.srt.plugins", types.ModuleType("sglang.srt.plugins")),
+        (registry.__name__, registry),
+        ("sglang.srt.configs", types.ModuleType("sglang.srt.configs")),
+        (parsers.__name__, parsers),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     register()
     register()
@@ -1073,8 +1136,11 @@ class DecodeRunner:
     """Stands for SGLang's runner of decode graphs with its full backend: a replay runs the captured function again."""
 
     def __init__(self, model: Any, backend: Any, args: Any) -> None:
-        self.model_runner, self.attn_backend = types.SimpleNamespace(model=model, server_args=args), backend
-        self.backend, self.kept, self.order = self, {}, []
+        self.model_runner = types.SimpleNamespace(model=model, server_args=args)
+        self.attn_backend = backend
+        self.backend = self
+        self.kept = {}
+        self.order = []
         self._capture_one_stream()
 
     def _capture_one_stream(self, stream_idx: int | None = None) -> None:
@@ -1124,9 +1190,13 @@ def scheduler_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNam
 
 @pytest.mark.parametrize(
     ("changed", "rows", "captured"),
-    [({}, 512, [512, 256, 128, 64]), ({"chunked_prefill_size": -1}, 100, [64]), ({"chunked_prefill_size": 128}, 512, [128, 64]),
-     ({"disable_prefill_cuda_graph": True}, 512, [])],
-)  # fmt: skip
+    [
+        ({}, 512, [512, 256, 128, 64]),
+        ({"chunked_prefill_size": -1}, 100, [64]),
+        ({"chunked_prefill_size": 128}, 512, [128, 64]),
+        ({"disable_prefill_cuda_graph": True}, 512, []),
+    ],
+)
 def test_stand_in_prefill_graphs_in_the_decode_runner(
     scheduler_pages: types.SimpleNamespace, changed: dict[str, Any], rows: int, captured: list[int]
 ) -> None:
@@ -1136,13 +1206,19 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
     args = types.SimpleNamespace(**({"disable_prefill_cuda_graph": False, "chunked_prefill_size": 8192} | changed))
     model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
     torch.nn.Module.__init__(model)
-    model.zoo, model._checked, model._returns_routing = zoo, True, True
+    model.zoo = zoo
+    model._checked = True
+    model._returns_routing = True
     held = {3: list(range(40, 10, -2)), 1: list(range(41, 11, -2))}
     backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
     backend.builder = memory.StepBuilder(request_table(held, 256), PAGE, 256, 256)
-    backend.context, backend.device, backend.prefills, backend.pool = 256, "cpu", None, dirty_pool(zoo, 50)
+    backend.context = 256
+    backend.device = "cpu"
+    backend.prefills = None
+    backend.pool = dirty_pool(zoo, 50)
     capturer = RoutingCapturer(c.layers, c.experts_per_token, rows, 50 * PAGE, "cpu")
-    scheduler_pages.backend, scheduler_pages.capturer = backend, capturer
+    scheduler_pages.backend = backend
+    scheduler_pages.capturer = capturer
     runner = scheduler_pages.graphs.BoundedGraphRunner(model, backend, args)
     assert runner.order == ["decode", *[(count, None, "prefill") for count in captured]]
 
@@ -1152,7 +1228,8 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
     before = {3: 0, 1: 0}
     replayed = []
     for counts in ({3: 60}, {3: 3, 1: 20}, {1: 70}):
-        requests, contexts = list(counts), [before[r] for r in counts]
+        requests = list(counts)
+        contexts = [before[r] for r in counts]
         before |= {r: before[r] + n for r, n in counts.items()}
         live = Rows.pushed(list(counts.values()), contexts, "cpu")
         slots = torch.tensor([s for r, b in zip(requests, contexts, strict=True) for s in slots_of(held[r], before[r])[b:]])
@@ -1160,17 +1237,25 @@ def test_stand_in_prefill_graphs_in_the_decode_runner(
         seen = []
         for eager, routing_on in ((True, True), (False, True), (False, False)):
             backend.forward_metadata = backend.builder.extend(
-                torch.tensor(requests), live.lengths_N, live.positions_R, slots, torch.tensor(list(counts.values())),
-                torch.tensor(contexts), list(counts.values()), contexts,
-            )  # fmt: skip
+                torch.tensor(requests),
+                live.lengths_N,
+                live.positions_R,
+                slots,
+                torch.tensor(list(counts.values())),
+                torch.tensor(contexts),
+                list(counts.values()),
+                contexts,
+            )
             capturer.entry_RLC.fill_(-1)
             capturer.host_SLC.fill_(-1)
-            kept, backend.prefills = backend.prefills, None if eager else backend.prefills
+            kept = backend.prefills
+            backend.prefills = None if eager else backend.prefills
             model._returns_routing = routing_on
             # where every request has max_new_tokens 0, no sampler names the weights
             batch.is_prefill_only = eager
             output = model.forward(ids, live.positions_R, batch)
-            logits, said = output.next_token_logits, output.customized_info
+            logits = output.next_token_logits
+            said = output.customized_info
             assert said[WEIGHTS][0] == "ffff0123" if eager else said is None
             backend.prefills = kept
             capturer.on_forward_end(types.SimpleNamespace(out_cache_loc=slots), False, None)
@@ -1193,25 +1278,35 @@ def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types
     zoo = Qwen3ForServing.from_config(SIZES["tiny"], seed=3, device="cpu")
     model = scheduler_pages.served.Served.__new__(scheduler_pages.served.Served)
     torch.nn.Module.__init__(model)
-    model.zoo, model._checked, model._returns_routing = zoo, True, False
+    model.zoo = zoo
+    model._checked = True
+    model._returns_routing = False
     backend = scheduler_pages.backend_page.PagedBackend.__new__(scheduler_pages.backend_page.PagedBackend)
     backend.runner = types.SimpleNamespace(model=model)
-    backend.builder, backend.context, backend.device = builder(), 128, "cpu"
-    backend.pool, backend._capturing = dirty_pool(zoo, 12), None
+    backend.builder = builder()
+    backend.context = 128
+    backend.device = "cpu"
+    backend.pool = dirty_pool(zoo, 12)
+    backend._capturing = None
     for pages in (*backend.pool.k_pages, *backend.pool.v_pages):
         pages.normal_(generator=torch.Generator().manual_seed(1))  # stands for a history
     backend.clear_padding()
     backend.init_cuda_graph_state(4, 4)
     scheduler_pages.backend = backend
     runner = scheduler_pages.graphs.BoundedGraphRunner.__new__(scheduler_pages.graphs.BoundedGraphRunner)
-    runner.attn_backend, runner.order = backend, []
+    runner.attn_backend = backend
+    runner.order = []
     sampler = scheduler_pages.sampler.RowSampler()
-    sampler.program, sampler.weights = zoo.program, WeightsState(str)
+    sampler.program = zoo.program
+    sampler.weights = WeightsState(str)
     static = types.SimpleNamespace(
-        forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True), req_pool_indices=torch.zeros(4, dtype=torch.int64),
-        seq_lens=torch.ones(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64), seq_lens_cpu=torch.tensor([17, 9]),
+        forward_mode=types.SimpleNamespace(is_decode_or_idle=lambda: True),
+        req_pool_indices=torch.zeros(4, dtype=torch.int64),
+        seq_lens=torch.ones(4, dtype=torch.int64),
+        positions=torch.zeros(4, dtype=torch.int64),
+        seq_lens_cpu=torch.tensor([17, 9]),
         out_cache_loc=torch.zeros(4, dtype=torch.int64),
-    )  # fmt: skip
+    )
     ids = torch.zeros(4, dtype=torch.int64)
     forward = partial(model.forward, ids, static.positions, static)
     with backend.capturing(SEGMENT):
@@ -1252,20 +1347,21 @@ def test_stand_in_decode_graphs_draw_for_the_loaded_batch(scheduler_pages: types
 def test_kernels_move_the_bytes_of_the_cpu_path(decode: bool) -> None:
     from zoo.sglang_plugin import kernels
 
-    requests_N, lengths_N = torch.tensor([3, 5, 1]), torch.tensor([17, 3, 9])
+    requests_N = torch.tensor([3, 5, 1])
+    lengths_N = torch.tensor([17, 3, 9])
     outputs = []
     for make in (kernels.page_table, memory._page_table):
-        table, lengths, tails = (
-            torch.full((3, 4), -1, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32),
-        )
+        table = torch.full((3, 4), -1, dtype=torch.int32)
+        lengths = torch.zeros(3, dtype=torch.int32)
+        tails = torch.zeros(3, dtype=torch.int32)
         make(request_table(HELD), requests_N, lengths_N, PAGE, table, lengths, tails if decode else None)
         outputs.append((table, lengths, tails))
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     fused = torch.randn(3, 5 * 6).to(torch.bfloat16)
-    k, v = fused[:, :12].view(3, 2, 6), fused[:, 12:24].view(3, 2, 6)
-    slots, tails = torch.tensor([72, 34, 8]), torch.tensor([7, 0, 20], dtype=torch.int32)
+    k = fused[:, :12].view(3, 2, 6)
+    v = fused[:, 12:24].view(3, 2, 6)
+    slots = torch.tensor([72, 34, 8])
+    tails = torch.tensor([7, 0, 20], dtype=torch.int32)
     pools = []
     for write in (kernels.append, memory._append):
         pool = [torch.full((12 * PAGE, 2, 6), torch.nan, dtype=torch.bfloat16) for _ in range(2)]

@@ -88,9 +88,11 @@ class Server:
 
     def extend(self, parts: list[tuple[str, int, list[int], int]]) -> Tensor:
         """(request id, place, tokens, context) of each: final rows."""
-        counts, contexts = [len(ids) for _, _, ids, _ in parts], [context for *_, context in parts]
+        counts = [len(ids) for _, _, ids, _ in parts]
+        contexts = [context for *_, context in parts]
         places = torch.tensor([place for _, place, _, _ in parts])
-        prefix, length = torch.tensor(contexts), torch.tensor(contexts) + torch.tensor(counts)
+        prefix = torch.tensor(contexts)
+        length = torch.tensor(contexts) + torch.tensor(counts)
         last = torch.tensor([self.table[p, c - 1] if c else -1 for p, c in zip(places.tolist(), contexts, strict=True)])
         mine = slots.extend_slots(prefix, length, last, self.free, sum(counts), PAGE)
         self.free = self.free[int(((length + PAGE - 1) // PAGE - (prefix + PAGE - 1) // PAGE).sum()) :]
@@ -167,7 +169,8 @@ def test_padding_is_clean_after_memory_comes_back() -> None:
 def test_stand_in_backend_clears_row_page_and_slot_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import import_module
 
-    stock, name = types.ModuleType("sglang.srt.layers.attention.base_attn_backend"), "zoo.sglang_plugin.backend"
+    stock = types.ModuleType("sglang.srt.layers.attention.base_attn_backend")
+    name = "zoo.sglang_plugin.backend"
     stock.AttentionBackend = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stock.__name__, stock)
     monkeypatch.setitem(sys.modules, name, stock)  # the page over a stand-in is forgotten after the test
@@ -200,7 +203,9 @@ def test_slots_and_dirty_memory_give_the_trainers_bytes(kind: str) -> None:
     retraction."""
     serving, trainer = twins(kind)
     server = Server(serving)
-    a, b, c = tokens(140, 1), tokens(70, 2), tokens(67, 3)
+    a = tokens(140, 1)
+    b = tokens(70, 2)
+    c = tokens(67, 3)
     found: dict[str, list[Tensor]] = {"a": [], "b": [], "c": []}
 
     def keep(hidden: Tensor, **counts: int) -> None:
@@ -232,7 +237,8 @@ def test_slots_and_dirty_memory_give_the_trainers_bytes(kind: str) -> None:
 
 def test_control_without_a_clean_slot_the_bytes_differ() -> None:
     serving, _ = twins("dense")
-    first, second = tokens(70, 1), tokens(70, 2)
+    first = tokens(70, 1)
+    second = tokens(70, 2)
     rows = {}
     for clean in (True, False):
         server = Server(serving)
@@ -261,7 +267,9 @@ class LivePadding(memory.PrefillSteps):
 
 def pushed(server: Server) -> list[tuple[Tensor, list[Tensor]]]:
     """Final rows of each forward, and after it every byte of states and pages that padding does not own. All memory starts NaN."""
-    a, b, c = tokens(200, 1), tokens(70, 2), tokens(67, 3)
+    a = tokens(200, 1)
+    b = tokens(70, 2)
+    c = tokens(67, 3)
     forwards: list[Any] = [
         lambda: server.extend([("a", 3, a[:80], 0), ("b", 1, b[:60], 0)]),
         lambda: server.extend([("a", 3, a[80:125], 80)]),
@@ -295,7 +303,8 @@ def test_padded_prefills_leave_every_byte_of_pages_and_states(kind: str, large: 
         monkeypatch.setattr(common_serving, "PREFILL_ROWS", (8,))
         monkeypatch.setattr(common_serving, "PREFILL_STRIDE", 16)
     serving, _ = twins(kind)
-    plain, padded = Server(serving), Server(serving)
+    plain = Server(serving)
+    padded = Server(serving)
     padded.pad(most=150 if large else 256)
     wanted = pushed(plain)
     assert wanted[0][0].isfinite().all() and first_difference(wanted, pushed(padded)) is None
@@ -330,7 +339,8 @@ def test_a_prefix_of_another_request_is_refused() -> None:
 def test_pools_that_do_not_fit_the_model_are_refused() -> None:
     serving, _ = twins("dense")
     buffers = [torch.zeros(2 * PAGE, 1, 16, dtype=torch.bfloat16)]
-    pages, held = memory.KeyValuePool(buffers, buffers, PAGE, torch.bfloat16), serving.slot_parts(REQUESTS)
+    pages = memory.KeyValuePool(buffers, buffers, PAGE, torch.bfloat16)
+    held = serving.slot_parts(REQUESTS)
     layers = serving.layer_views([pages], held)
     with pytest.raises(ValueError, match="6 requests have only 5 slots of delta"):
         states.HybridPool(layers, pages, held, 6)
@@ -340,7 +350,8 @@ def test_pools_that_do_not_fit_the_model_are_refused() -> None:
 
 def naive_slots(prefix: list[int], length: list[int], last: list[int], free: list[int], page: int) -> list[int]:
     """Token by token."""
-    out, free = [], list(free)
+    out = []
+    free = list(free)
     for start, end, slot in zip(prefix, length, last, strict=True):
         for token in range(start, end):
             slot = free.pop(0) * page if token % page == 0 else slot + 1
@@ -379,7 +390,8 @@ def test_stand_in_allocator_hook(monkeypatch: pytest.MonkeyPatch) -> None:
         return types.SimpleNamespace(page_size=page, free_pages=torch.tensor(free), need_sort=False)
 
     def ask(made: Any, prefix: list[int], length: list[int], last: list[int]) -> Any:
-        p, n = torch.tensor(prefix), torch.tensor(length)
+        p = torch.tensor(prefix)
+        n = torch.tensor(length)
         total = int((n - p).sum())
         return slots.around_alloc_extend(lambda *a: "original", made, p, p, n, n, torch.tensor(last), total)
 
@@ -401,14 +413,16 @@ def test_stand_in_slots_of_a_decode_step(page: int, monkeypatch: pytest.MonkeyPa
     asked: list[list[int]] = []
 
     def original(made: Any, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor:
-        length, free = seq_lens_cpu.tolist(), made.free_pages.tolist()
+        length = seq_lens_cpu.tolist()
+        free = made.free_pages.tolist()
         asked.append(length)
         made.free_pages = made.free_pages[sum(n % page == 1 for n in length) :]
         return torch.tensor(naive_slots([n - 1 for n in length], length, last_loc.tolist(), free, page))
 
     def ask(length: list[int], last: list[int], free: list[int], debug: bool = False) -> tuple[list[int], list[int], bool]:
         """The slots, the pages left, and whether SGLang's own gave them."""
-        made, before = types.SimpleNamespace(page_size=page, free_pages=torch.tensor(free), debug_mode=debug), len(asked)
+        made = types.SimpleNamespace(page_size=page, free_pages=torch.tensor(free), debug_mode=debug)
+        before = len(asked)
         n = torch.tensor(length)
         found = slots.around_alloc_decode(original, made, n, n, torch.tensor(last, dtype=torch.int32))
         assert found is not None and found.dtype == torch.int64

@@ -65,7 +65,8 @@ def test_stand_in_samples_of_one_request_have_seeds_of_their_own() -> None:
 
 def test_stand_in_samples_of_requests_that_come_at_once_are_counted_apart() -> None:
     """SGLang 0.5.23 may send another request's sample between two of one."""
-    manager, objects = Manager(), []
+    manager = Manager()
+    objects = []
     for _ in range(2):
         obj = types.SimpleNamespace(rid="given", sampling_params={})
         importlib.import_module("zoo.sglang_plugin.register").after_validate(None, manager, obj, [1])

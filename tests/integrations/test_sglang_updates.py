@@ -47,9 +47,11 @@ class Updater:
     """SGLang's WeightUpdater: tensors go to load_weights unguarded; a disk update that raises rolls back by reading the same path again."""
 
     def __init__(self, args: Any, model: Any, files: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
-        self.model, self.files = model, files
+        self.model = model
+        self.files = files
         self.model_config = types.SimpleNamespace(model_path="old")
-        self.get_model, self.get_model_runner = lambda: model, lambda: types.SimpleNamespace(server_args=args)
+        self.get_model = lambda: model
+        self.get_model_runner = lambda: types.SimpleNamespace(server_args=args)
 
     def from_tensor(self, named_tensors: Named, load_format: str | None = None) -> tuple[bool, str]:
         self.model.load_weights(named_tensors)
@@ -89,7 +91,8 @@ def test_stand_in_a_faulty_update_is_answered_and_changes_nothing(
         monkeypatch.setattr(loading, "LOAD_BYTES", 1)  # so that the good tensors come in pieces of their own
     bad, words = faults(published(fresh))[fault]
     updater = Updater(args, model, {"bad": lambda: iter(bad), "good": lambda: iter(published(fresh))})
-    before, writes = model.fingerprint().weights, model.weights.writes
+    before = model.fingerprint().weights
+    writes = model.weights.writes
     assert before == old.fingerprint().weights
     if source == "disk":
         success, message = hooks["around_update_from_disk"](Updater.from_disk, updater, "bad", "auto")
@@ -113,10 +116,15 @@ class Loop:
     """SGLang's scheduler and its manager of updates: a finished request counts as running for `tail` more passes of a loop that runs."""
 
     def __init__(self, args: Any, model: Any, hooks: dict[str, Any] | None, later: bool) -> None:
-        self.server_args, self.model, self.hooks = args, model, hooks
-        self.tail, self.retracted, self._engine_paused = 0, False, False
+        self.server_args = args
+        self.model = model
+        self.hooks = hooks
+        self.tail = 0
+        self.retracted = False
+        self._engine_paused = False
         self.tp_worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(server_args=args, model=model))
-        self.scheduler, self.offload_tags = self, set[str]()
+        self.scheduler = self
+        self.offload_tags = set[str]()
         self.answers: list[Any] = []
         self.is_fully_idle: Callable[..., bool] = self.idle if later else lambda: self.idle()
 
@@ -129,7 +137,8 @@ class Loop:
         else:
             self.hooks["around_input"](Loop.process, self, list(requests))
         if not self._engine_paused:
-            self.tail, self.retracted = max(self.tail - 1, 0), False
+            self.tail = max(self.tail - 1, 0)
+            self.retracted = False
 
     def process(self, requests: list[Any]) -> None:
         for request in requests:
@@ -176,7 +185,8 @@ def test_stand_in_right_behind_an_answer_an_update_waits(
         made.tail = 2
         return made
 
-    update, first = request("update", published(fresh)), old.fingerprint().weights
+    update = request("update", published(fresh))
+    first = old.fingerprint().weights
     running = loop()
     running.one_pass(update, request("update", published(old)[:1]))
     running.one_pass()
@@ -197,7 +207,8 @@ def test_stand_in_right_behind_an_answer_an_update_waits(
     unflushed.one_pass(request("update", published(fresh), flush=False))
     assert unflushed.answers == [(True, "Success")]
     # memory is handed back in the same way, and that is a write only then
-    releasing, writes = loop(), model.weights.writes
+    releasing = loop()
+    writes = model.weights.writes
     releasing.one_pass(request("release", []))
     releasing.one_pass()
     assert releasing.answers == [] and model.weights.writes == writes
@@ -221,7 +232,8 @@ def test_stand_in_while_requests_are_paused_an_update_that_flushes_is_refused(
     model.start(dummy=False)
     update = request("update", published(fresh))
     paused = Loop(args, model, hooks, later)
-    paused.tail, paused._engine_paused = 2, True
+    paused.tail = 2
+    paused._engine_paused = True
     paused.one_pass(update)
     assert paused.answers == [(False, waiting.PAUSED)] and "\n" not in waiting.PAUSED
     assert model.fingerprint().weights == old.fingerprint().weights and model.weights.flushed and model.waiting == []
@@ -232,7 +244,8 @@ def test_stand_in_while_requests_are_paused_an_update_that_flushes_is_refused(
     paused.one_pass()
     assert paused.answers == [(False, waiting.PAUSED)] * 2 and model.fingerprint().weights == old.fingerprint().weights
     # SGLang 0.5.23 flushes behind requests that were retracted, 0.5.17 does not
-    paused.tail, paused.retracted = 0, True
+    paused.tail = 0
+    paused.retracted = True
     paused.one_pass(update)
     assert paused.answers[2:] == [(True, "Success") if later else (False, waiting.PAUSED)]
     # sent again, once they go on
@@ -242,7 +255,8 @@ def test_stand_in_while_requests_are_paused_an_update_that_flushes_is_refused(
     assert paused.answers[-1] == (True, "Success") and model.fingerprint().weights == fresh.fingerprint().weights
     # control: without the hook
     bare = Loop(args, model, None, later)
-    bare.tail, bare._engine_paused = 2, True
+    bare.tail = 2
+    bare._engine_paused = True
     with pytest.raises(AssertionError, match="Cache flush failed"):
         bare.one_pass(update)
 
@@ -306,7 +320,8 @@ def test_stand_in_the_scheduler_knows_a_dummy_start(
     load_format: str, old: Qwen3ForServing, hooks: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     args, model = served(monkeypatch, old, tmp_path / "weights")
-    args.load_format, args.max_running_requests = load_format, 1
+    args.load_format = load_format
+    args.max_running_requests = 1
     runner = types.SimpleNamespace(server_args=args, model=model, sampler=types.SimpleNamespace())
     runner.memory_saver_adapter = types.SimpleNamespace(region=lambda tag: contextlib.nullcontext())
     monkeypatch.setitem(hooks, "register_classes", lambda: None)

@@ -110,7 +110,8 @@ def original_of(target: str) -> Callable[..., Any]:
 
 def mismatched(hooks: Sequence[Hook]) -> list[str]:
     """Hooks that SGLang would call with other arguments than they take, of those that it has a target for."""
-    first, absent = {"AROUND": (None,), "AFTER": (None,), "BEFORE": ()}, unwrapped(hooks)
+    first = {"AROUND": (None,), "AFTER": (None,), "BEFORE": ()}
+    absent = unwrapped(hooks)
     return [t for t, hook, kind in hooks if t not in absent and not accepts(hook, original_of(t), *first[kind])]
 
 
@@ -118,7 +119,8 @@ def broken(contracts: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
     """Methods that SGLang's class has no longer, or calls with arguments that ours does not take."""
     found = []
     for ours, theirs, methods in contracts:
-        mine, base = pkgutil.resolve_name(f"zoo.sglang_plugin.{ours}"), name_of(theirs)
+        mine = pkgutil.resolve_name(f"zoo.sglang_plugin.{ours}")
+        base = name_of(theirs)
         for name in methods:
             if not hasattr(base, name) or not accepts(getattr(mine, name), getattr(base, name)):
                 found.append(f"{ours}.{name}")
@@ -224,7 +226,8 @@ def options_of(folders: dict[str, Path], wide: Path) -> dict[str, Any]:
         other = started(**given | {"attention_backend": "torch_native"})
     assert len(seen) == len(made), f"{len(made)} ServerArgs were resolved, the plugin's hook checked {len(seen)}"
     implied = ("attention_backend", "page_size", "grammar_backend", "chunked_prefill_size", "model_config_parser", "max_running_requests")
-    views, fresh = dict(zip(made, seen, strict=True)), seen[0]
+    views = dict(zip(made, seen, strict=True))
+    fresh = seen[0]
     by_default = [r.field for r in kept if hasattr(fresh, r.field) and getattr(fresh, r.field) not in r.served and r.field != "device"]
     sent = pickle.loads(pickle.dumps(made["qwen3"]))
     before = options.resolved(sent).page_size
@@ -277,7 +280,8 @@ def report() -> dict[str, Any]:
     nowhere = (CONTRACTS[0][0], CONTRACTS[0][1], ("step",))
     with tempfile.TemporaryDirectory() as folder:
         folders = checkpoints(Path(folder))
-        classes, options = model_classes(folders), options_of(folders, wide_heads(Path(folder)))
+        classes = model_classes(folders)
+        options = options_of(folders, wide_heads(Path(folder)))
     return {
         "version": sglang.__version__,
         "hooks": len(hooks),

@@ -203,8 +203,10 @@ class TestFSDP2:
             lambda m: m.score(IDS, STARTS, entropy=True, top_k=3).entropy_R.mean(),
         )
         for call in calls:
-            plain, model = load(checkpoints(arch)), load(checkpoints(arch))
-            mesh, layers = init_device_mesh("cpu", (1,)), set(model.model.layers)
+            plain = load(checkpoints(arch))
+            model = load(checkpoints(arch))
+            mesh = init_device_mesh("cpu", (1,))
+            layers = set(model.model.layers)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for unit in model.sharding_units():
                 if kind == "no layers" and unit in layers:
@@ -215,7 +217,8 @@ class TestFSDP2:
             assert all(isinstance(p, DTensor) for p in model.parameters())
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            found, expected = call(model), call(plain)
+            found = call(model)
+            expected = call(plain)
             assert_same_bytes(found, expected)
             found.backward()
             expected.backward()
@@ -254,7 +257,8 @@ class TestFSDP2:
             register_fsdp_forward_method(made, "score")
             return made
 
-        given, none = MixedPrecisionPolicy(**policy), MixedPrecisionPolicy()
+        given = MixedPrecisionPolicy(**policy)
+        none = MixedPrecisionPolicy()
         calls: tuple[Callable[[Any], object], ...] = (
             lambda m: m.score(IDS, STARTS),
             lambda m: m.score(IDS, STARTS, entropy=True),
@@ -292,8 +296,10 @@ class TestFSDP2:
             model.score(IDS, STARTS)
 
     def test_sharded_weights_are_refused_by_name(self, checkpoints: Callable[[str], Path], one_rank: None) -> None:
-        model, whole = load(checkpoints("qwen3")), load(checkpoints("qwen3"))
-        weights, version = list(whole.published_tensors()), whole.weights_version
+        model = load(checkpoints("qwen3"))
+        whole = load(checkpoints("qwen3"))
+        weights = list(whole.published_tensors())
+        version = whole.weights_version
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match=r"^model\.\S+ is sharded over processes: load a state dict"):
             model.load_weights(weights)
