@@ -28,7 +28,13 @@ pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 
-HEADS, GROUPS, WIDTH, PAGE, SEGMENT, SCALE = 12, 2, 16, 4, 8, 0.25  # 12 heads: three programs of the merge a row
+# 12 heads: three programs of the merge a row
+HEADS = 12
+GROUPS = 2
+WIDTH = 16
+PAGE = 4
+SEGMENT = 8
+SCALE = 0.25
 LENGTHS = [17, 8, 1, 9, 26]
 NUMBERS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 
@@ -65,13 +71,15 @@ class StandIn:
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         starts = list(range(batch + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
         assert starts[0] == 0 and starts[-1] == q.shape[0]
-        q_RHE, out_RHE = q.flatten(0, -3), out.flatten(0, -3)
+        q_RHE = q.flatten(0, -3)
+        out_RHE = out.flatten(0, -3)
         assert out_RHE.data_ptr() == out.data_ptr()
         for n in range(batch):
             if page_table is None:
                 assert cu_seqlens_k is not None
                 first, last = cu_seqlens_k.tolist()[n : n + 2]
-                keys, values = k[first:last], v[first:last]
+                keys = k[first:last]
+                values = v[first:last]
             else:
                 assert page_table.shape[0] == batch and seqused_k is not None
                 keys, values = (t[page_table[n].long()].flatten(0, 1) for t in (k, v))
@@ -93,9 +101,11 @@ def attend(q_HE: Tensor, k_LGE: Tensor, v_LGE: Tensor, scale: float) -> tuple[Te
     scores = (q_HE * k).sum(-1) * scale
     top = scores.amax(0)
     weight = torch.exp(scores - top)
-    out, mass = weight[0, :, None] * v[0], weight[0]
+    out = weight[0, :, None] * v[0]
+    mass = weight[0]
     for w, value in zip(weight[1:], v[1:], strict=True):
-        out, mass = out + w[:, None] * value, mass + w
+        out = out + w[:, None] * value
+        mass = mass + w
     return out / mass[:, None], top + torch.log(mass)
 
 
@@ -251,7 +261,8 @@ def operands(way: str) -> tuple[Layer, Rows, Tensor | None]:
 def test_later_layers_make_no_launch_numbers(way: str, fa4: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows, table = operands(way)
     layer(rows, table)
-    first, fa4.calls = fa4.calls, []
+    first = fa4.calls
+    fa4.calls = []
     layer(rows, table)
     assert len(first) == len(fa4.calls)
     for one, other in zip(first, fa4.calls, strict=True):
@@ -312,7 +323,8 @@ def test_rows_do_not_share(way: str, fa4: StandIn) -> None:
     layer, rows, table = operands(way)
     counts = (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
     contexts = [int(n) - count for n, count in zip(rows.lengths_N, counts, strict=True)]
-    contexts[0], contexts[4] = contexts[0] - 1 if contexts[0] else 0, contexts[4] - 9 if contexts[4] else 0
+    contexts[0] = contexts[0] - 1 if contexts[0] else 0
+    contexts[4] = contexts[4] - 9 if contexts[4] else 0
     if way == "packed":
         counts[0], counts[4] = counts[4], counts[0]
     other = bounded(Rows.pushed(counts, contexts, "cpu"))

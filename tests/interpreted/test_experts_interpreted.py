@@ -18,7 +18,10 @@ pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 
-HIDDEN, INNER, EXPERTS, SLOTS = 80, 48, 5, 3
+HIDDEN = 80
+INNER = 48
+EXPERTS = 5
+SLOTS = 3
 
 
 def made(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,7 +62,8 @@ def test_tile_bound_holds_for_every_spread() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 40, 170])
 def test_forward_is_the_reference(rows: int) -> None:
     operands = made(rows)
-    got, wanted = kernels.experts_triton(*operands), reference.experts(*operands)
+    got = kernels.experts_triton(*operands)
+    wanted = reference.experts(*operands)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     if rows > 1:
         with pytest.raises(AssertionError):

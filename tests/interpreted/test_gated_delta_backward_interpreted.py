@@ -38,11 +38,13 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def widened(x: Any) -> Any:
         return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
 
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
     cast = builder.cast_impl
 
     def rounded(self: Any, x: Any, kind: Any) -> Any:
-        found, wanted = x.dtype.scalar, kind.scalar
+        found = x.dtype.scalar
+        wanted = kind.scalar
         if (found, wanted) == (tl.bfloat16, tl.float32):
             return handle(widened(x), wanted)
         if (found, wanted) == (tl.float32, tl.bfloat16):
@@ -60,7 +62,8 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(lengths: list[int], heads: tuple[int, int], width: int, decay: float, dtype: torch.dtype) -> tuple[Args, list[Tensor]]:
     """(a case, upstream gradients of its outputs and final states, and its initial states)."""
-    args, random = cases._case("made", lengths, *heads, width, width, decay).make(0, "cpu", dtype), torch.Generator().manual_seed(2)
+    args = cases._case("made", lengths, *heads, width, width, decay).make(0, "cpu", dtype)
+    random = torch.Generator().manual_seed(2)
     grad = torch.randn(args["v_RVE"].shape, generator=random).to(dtype)
     final, initial = (torch.randn(len(lengths), heads[1], width, width, generator=random) for _ in range(2))
     return args, [grad, final, 0.3 * initial]
@@ -99,7 +102,8 @@ def test_backward_is_the_float64_one(lengths: list[int], heads: tuple[int, int],
     most = dict.fromkeys(NAMES, FP32_FAR if dtype == torch.float32 else BF16_FAR)
     if dtype == torch.bfloat16:
         most |= dict.fromkeys(("log_decay_RV", "initial"), SUM_FAR)
-    found, wanted = by(kernels_backward, args, grad, final, initial), in_float64(args, grad, final, initial)
+    found = by(kernels_backward, args, grad, final, initial)
+    wanted = in_float64(args, grad, final, initial)
     off = far(found, wanted)
     print({name: f"{value:.1e}" for name, value in off.items()})
     assert all(off[name] < most[name] for name in NAMES), off
@@ -132,7 +136,8 @@ def test_a_head_that_forgets_at_once(dtype: torch.dtype) -> None:
     """Its decays' gradient, sums that cancel, vanishes but for FP32's roundings: each head by the size of its own terms."""
     args, (grad, _, _) = made([65, 2], (2, 2), 16, 0.05, dtype)
     args["log_decay_RV"][:, 0] = -80
-    found, wanted = by(kernels_backward, args, grad, None, None), in_float64(args, grad, None, None)
+    found = by(kernels_backward, args, grad, None, None)
+    wanted = in_float64(args, grad, None, None)
     terms = (args["q_RHK"].double() * wanted[0]).abs().sum((0, 2))  # of a head: the sums are of at most so much
     off = (found[3].double() - wanted[3]).abs().amax(0) / terms
     print([f"{x:.1e}" for x in off.tolist()])
@@ -192,7 +197,8 @@ def test_the_states_are_the_forwards() -> None:
     *_, decay, u, rounded, _ = kernels.states(k, v, log_decay, beta, initial, None, rows)
 
     def outputs() -> Tensor:
-        made, sizes = torch.empty_like(out), {"REPEAT": 2, "K": 16, "E": 16, "BLOCK": 16, "CACHED": False}
+        made = torch.empty_like(out)
+        sizes = {"REPEAT": 2, "K": 16, "E": 16, "BLOCK": 16, "CACHED": False}
         strides = (q.stride(0), k.stride(0))
         operands = (q, k, chunk, chunk, chunk, decay, u, rounded, made, *strides, 2, 0.25)
         kernels_chunks.chunk_outputs[(chunk.shape[0], 2, 1)](*operands, **sizes)

@@ -46,11 +46,13 @@ def pushed(args: Args, plan: Plan, serve: object) -> dict[str, object]:
     [([1], [0]), ([64, 3], None), ([1, 66, 127, 2], [63, 63, 1, 128]), ([200], [7]), ([5] * 9, None)],
 )
 def test_plan_lists_every_chunk(counts: list[int], contexts: list[int] | None) -> None:
-    rows, expected = Rows.pushed(counts, contexts, "cpu"), []
+    rows = Rows.pushed(counts, contexts, "cpu")
+    expected = []
     firsts = []
     for n, (count, context) in enumerate(zip(counts, contexts or [0] * len(counts))):
         firsts.append(len(expected))
-        held, begin = context % 64, int(rows.starts_N1[n])
+        held = context % 64
+        begin = int(rows.starts_N1[n])
         for inside in range(0, held + count, 64):
             expected.append([begin - held + inside, max(held - inside, 0), min(held + count - inside, 64), n])
     chunk, sequence = kernels.plan(rows)
@@ -99,13 +101,17 @@ def test_inverse_is_chains_of_fmas(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(fused(*np.broadcast_arrays(*(o.data for o in operands))), operands[2].dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
-    random, highs = np.random.default_rng(3), [64, 17, 0, 8, 64]  # 3: both controls change a byte
+    # 3: both controls change a byte
+    random = np.random.default_rng(3)
+    highs = [64, 17, 0, 8, 64]
     a = random.standard_normal((5, 64, 64)).astype(np.float32) * np.tri(64, k=-1, dtype=np.float32)
     a[[0, 3]] *= np.where(random.random((2, 64, 64)) < 0.7, 0, 10.0 ** random.integers(-38, -15, (2, 64, 64))).astype(np.float32)
-    a[4, 20, 3], a[4, 30, 9] = np.nan, np.inf
+    a[4, 20, 3] = np.nan
+    a[4, 30, 9] = np.inf
     upper = np.where(np.tri(64, k=-1), 0, np.nan).astype(np.float32)  # never read
     tile = torch.from_numpy(np.float32(0) - a + upper)
-    before, chunk = tile.numpy().copy(), torch.tensor([[0, 0, high, 0] for high in highs], dtype=torch.int32)
+    before = tile.numpy().copy()
+    chunk = torch.tensor([[0, 0, high, 0] for high in highs], dtype=torch.int32)
     kernels_chunks.invert_triangle[(5, 1)](tile, chunk, 1, ROWS=kernels.INVERT_ROWS)
     for got, mine, high, was in zip(tile.numpy(), a, highs, before, strict=True):
         wanted = chains(mine, high)[:high]
@@ -162,7 +168,8 @@ def test_steps_are_the_reference_where_their_tiles_grow() -> None:
 
 @pytest.mark.parametrize(("shape", "rows"), [((16, 1, 1, None), 2), ((64, 8, 2, 128), 16)])
 def test_step_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch, shape: tuple[int | None, ...], rows: int) -> None:
-    args, plan = made([65], (64, 64)), ((15,), (1,), (1,), (46,), (1,), (1,))
+    args = made([65], (64, 64))
+    plan = ((15,), (1,), (1,), (46,), (1,), (1,))
     whole = pushed(args, plan, kernels.serve)
     monkeypatch.setattr(kernels, "STEP_SHAPES", ((1 << 62, *shape),))
     monkeypatch.setattr(kernels, "STEP_ROWS", rows)
@@ -170,7 +177,8 @@ def test_step_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch, shape: tupl
 
 
 def test_launch_shapes_move_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    args, plan = made([65], (16, 64)), ((62,), (1,), (1,), (1,))
+    args = made([65], (16, 64))
+    plan = ((62,), (1,), (1,), (1,))
     whole = pushed(args, plan, kernels.serve)
     monkeypatch.setattr(kernels, "CLOSE_COLUMNS", 16)
     monkeypatch.setattr(kernels, "SUM_HEADS", 1)
@@ -206,7 +214,8 @@ def lived(serve: Any, fill: float, clear: bool = True) -> list[torch.Tensor]:
 @pytest.mark.parametrize("serve", [kernels.serve, reference.serve])
 def test_an_assigned_slot_needs_no_zeros_but_its_state(serve: Any) -> None:
     """What a slot held before, here NaN, reaches nobody. The control: a slot that is not cleared."""
-    clean, assigned = lived(serve, 0.0), lived(serve, torch.nan)
+    clean = lived(serve, 0.0)
+    assigned = lived(serve, torch.nan)
     assert all(t.isfinite().all() for t in clean)
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(clean, assigned, strict=True))
     assert lived(serve, torch.nan, clear=False)[0].isnan().all()
@@ -218,7 +227,8 @@ def test_rival_is_the_recurrence() -> None:
     got, wanted = (m.gated_delta(*(args[n] for n in OPERANDS), None, rows)[0] for m in (rival_tokens, reference))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     pools, owned = cases.slots_for(args, SlotPlace())
-    state, served = replace(pools, slot_N=torch.tensor(owned)), []
+    state = replace(pools, slot_N=torch.tensor(owned))
+    served = []
     for row in range(3):
         index = torch.tensor([row, 20 + row])
         served.append(rival_tokens.serve(*(args[n][index] for n in OPERANDS), state, Rows.pushed([1, 1], [row, row], "cpu")))
@@ -231,7 +241,8 @@ def test_the_plan_is_laid_out_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
     lay_out = kernels._lay_out
     monkeypatch.setattr(kernels, "_lay_out", lambda rows: laid_out.append(rows) or lay_out(rows))
     args = made([70, 5], (16, 16))
-    rows, operands = packed_rows(args), [args[name] for name in OPERANDS]
+    rows = packed_rows(args)
+    operands = [args[name] for name in OPERANDS]
     first, second = (kernels.gated_delta(*operands, None, rows) for _ in range(2))
     kernels_backward.gated_delta_backward(torch.ones_like(first[0]), None, *operands, None, rows)
     assert len(laid_out) == 1 and torch.equal(first[0], second[0])

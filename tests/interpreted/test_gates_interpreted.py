@@ -54,9 +54,11 @@ def heads_of(rows: int, heads: int, width: int) -> Tensor:
 @pytest.mark.parametrize("channels", [5, 513])
 def test_causal_conv(carried: str, channels: int) -> None:
     """Sequences of 1 to 6 rows: taps before a document's start, from the carry, from the push."""
-    counts, slots = [6, 1, 2, 4], torch.tensor([3, 1, 4, 2])
+    counts = [6, 1, 2, 4]
+    slots = torch.tensor([3, 1, 4, 2])
     rows = Rows.pushed(counts, None if carried == "no" else [9, 3, 1, 64], "cpu")
-    x, weight = torch.randn(rows.count, channels + 7)[:, :channels], torch.randn(channels, 4)
+    x = torch.randn(rows.count, channels + 7)[:, :channels]
+    weight = torch.randn(channels, 4)
     carry = None if carried == "no" else torch.randn(len(counts) + (carried == "by slot"), 3, channels)
     slots_N = slots if carried == "by slot" else None
     got = conv.causal_conv(x, weight, carry, slots_N, rows)
@@ -82,7 +84,8 @@ def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carr
     """Tiles of 16 rows inside a document, across a start, at the end; documents that start on a tile's rows 0, 3, 13 and 14."""
     counts = [35, 13, 13, 1, 18, 41]
     rows = Rows.pushed(counts, [2] * len(counts) if carried else None, "cpu")
-    x, weight = torch.randn(rows.count, 40)[:, 3:36], torch.randn(33, 4)
+    x = torch.randn(rows.count, 40)[:, 3:36]
+    weight = torch.randn(33, 4)
     x[torch.rand(x.shape) < 0.1] = -0.0
     x[50] = torch.nan  # of the third document
     carry = torch.randn(len(counts), 3, 33) if carried else None
@@ -99,10 +102,14 @@ def test_tiles_of_causal_conv_move_no_byte(monkeypatch: pytest.MonkeyPatch, carr
 
 
 def test_carries_advance() -> None:
-    counts, slots = [6, 1, 2, 3], torch.tensor([3, 1, 4, 2])
+    counts = [6, 1, 2, 3]
+    slots = torch.tensor([3, 1, 4, 2])
     rows = Rows.pushed(counts, [9, 3, 1, 64], "cpu")
-    x, carry = torch.randn(rows.count, 520)[:, :515], torch.randn(6, 3, 515)
-    got, wanted, before = carry.clone(), carry.clone(), carry
+    x = torch.randn(rows.count, 520)[:, :515]
+    carry = torch.randn(6, 3, 515)
+    got = carry.clone()
+    wanted = carry.clone()
+    before = carry
     conv.advance(x, got, slots, rows)
     conv_reference.advance(x, wanted, slots, rows)
     assert same(got, wanted)
@@ -112,10 +119,15 @@ def test_carries_advance() -> None:
 
 def test_a_strided_pool_is_refused_before_it_advances() -> None:
     """Its rows would be written to other slots and columns."""
-    rows, slots = Rows.pushed([2, 3], [9, 5], "cpu"), torch.tensor([1, 2])
-    x, weight, wide = torch.randn(rows.count, 8), torch.randn(8, 4), torch.randn(3, 3, 16)
+    rows = Rows.pushed([2, 3], [9, 5], "cpu")
+    slots = torch.tensor([1, 2])
+    x = torch.randn(rows.count, 8)
+    weight = torch.randn(8, 4)
+    wide = torch.randn(3, 3, 16)
     program = replace(resolve("aligned", "cuda", torch.bfloat16), dtype="float32")
-    before, dense, wanted = wide.clone(), wide[:, :, :8].clone(), wide[:, :, :8].clone()
+    before = wide.clone()
+    dense = wide[:, :, :8].clone()
+    wanted = wide[:, :, :8].clone()
     message = re.escape("a pool of carried rows must be contiguous, of strides (24, 8, 1), not (48, 16, 1)")
     with pytest.raises(ValueError, match=message):
         ops.causal_conv(x, weight, ConvCarry(wide[:, :, :8], slots), rows, program=program)
@@ -143,10 +155,14 @@ def test_l2_norm(heads: int, width: int) -> None:
 @pytest.mark.parametrize("heads", [1, 5, 32])
 def test_delta_gate(heads: int) -> None:
     wide = torch.randn(7, 2 * heads + 9) * 5
-    a, b = wide[:, :heads], wide[:, heads : 2 * heads]
-    a[:4], b[:4] = torch.tensor([-200.0, -17.0, 30.0, 200.0])[:, None], torch.tensor([-200.0, -1.0, 30.0, 200.0])[:, None]
-    a_log, dt_bias = torch.randn(heads), torch.randn(heads)
-    got, wanted = delta_gate.delta_gate(a, b, a_log, dt_bias), delta_gate_reference.delta_gate(a, b, a_log, dt_bias)
+    a = wide[:, :heads]
+    b = wide[:, heads : 2 * heads]
+    a[:4] = torch.tensor([-200.0, -17.0, 30.0, 200.0])[:, None]
+    b[:4] = torch.tensor([-200.0, -1.0, 30.0, 200.0])[:, None]
+    a_log = torch.randn(heads)
+    dt_bias = torch.randn(heads)
+    got = delta_gate.delta_gate(a, b, a_log, dt_bias)
+    wanted = delta_gate_reference.delta_gate(a, b, a_log, dt_bias)
     swapped = delta_gate_reference.delta_gate(b, a, a_log, dt_bias)
     for one, other, wrong in zip(got, wanted, swapped, strict=True):
         close(one, other)
@@ -156,7 +172,9 @@ def test_delta_gate(heads: int) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (3, 16), (9, 128), (5, 100)])
 def test_gated_rms_norm(heads: int, width: int) -> None:
-    x, gate, weight = torch.randn(4, heads, width), heads_of(4, heads, width), torch.randn(width)
+    x = torch.randn(4, heads, width)
+    gate = heads_of(4, heads, width)
+    weight = torch.randn(width)
     got = gated_rms_norm.gated_rms_norm(x, gate, weight, 1e-6)
     close(got, gated_rms_norm_reference.gated_rms_norm(x, gate, weight, 1e-6))
     with pytest.raises(AssertionError):
@@ -167,7 +185,8 @@ def test_gated_rms_norm(heads: int, width: int) -> None:
 @pytest.mark.parametrize("gate_of", ["columns", "heads", "row"])
 def test_output_gate(heads: int, width: int, gate_of: str) -> None:
     """A gate for every column, of rows or of strided heads, or one for the whole row (the shared expert's)."""
-    x, gate = torch.randn(4, heads, width), heads_of(4, heads, width)
+    x = torch.randn(4, heads, width)
+    gate = heads_of(4, heads, width)
     if gate_of != "heads":
         x = x.flatten(1)
         gate = gate.flatten(1) if gate_of == "columns" else torch.randn(4, 1)

@@ -42,7 +42,8 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,9 @@ def _trees(x_ptr, flat_ptr, row_ptr, column_ptr, ROWS: tl.constexpr, N: tl.const
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 2), (2, 64), (8, 1024)])
 def test_trees(rows: int, width: int) -> None:
     x = torch.randn(rows, width)
-    flat, row, column = torch.empty(1), torch.empty(rows), torch.empty(width)
+    flat = torch.empty(1)
+    row = torch.empty(rows)
+    column = torch.empty(width)
     _trees[(1,)](x, flat, row, column, ROWS=rows, N=width)
     assert same(row, reference_tree(x))
     assert same(flat, reference_tree(x[:1]))
@@ -103,7 +106,8 @@ def test_trees(rows: int, width: int) -> None:
 @pytest.mark.parametrize(("columns", "depth", "parts"), [(48, 128, 1), (40, 72, 1), (24, 192, 3), (16, 256, 4)])
 @pytest.mark.parametrize("rows", [1, 17, 70])
 def test_linear(rows: int, columns: int, depth: int, parts: int) -> None:
-    wide, w = torch.randn(rows, depth + 8), torch.randn(columns, depth)
+    wide = torch.randn(rows, depth + 8)
+    w = torch.randn(columns, depth)
     x = wide[:, :depth]  # rows with a stride of their own
     got = linear_kernels.linear_triton(x, w, FP32, parts)
     wanted = linear_reference.linear(x, w, FP32, parts)
@@ -114,7 +118,8 @@ def test_linear(rows: int, columns: int, depth: int, parts: int) -> None:
 
 
 def test_linear_parts_are_the_tree_of_their_products() -> None:
-    x, w = torch.randn(5, 192), torch.randn(24, 192)
+    x = torch.randn(5, 192)
+    w = torch.randn(24, 192)
     got = linear_kernels.linear_triton(x, w, FP32, 3)
     parts = [linear_kernels.linear_triton(x[:, i : i + 64], w[:, i : i + 64], FP32, 1) for i in (0, 64, 128)]
     assert same(got, (parts[0] + parts[1]) + parts[2])
@@ -122,7 +127,9 @@ def test_linear_parts_are_the_tree_of_their_products() -> None:
 
 
 def test_linear_backward() -> None:
-    x, w, grad = torch.randn(5, 24), torch.randn(7, 24), torch.randn(5, 7)
+    x = torch.randn(5, 24)
+    w = torch.randn(7, 24)
+    grad = torch.randn(5, 7)
     got, wanted = (m.linear_backward(grad, x, w, True, True) for m in (linear_kernels, linear_reference))
     for g, r in zip(got, wanted, strict=True):
         torch.testing.assert_close(g, r)
@@ -151,7 +158,8 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, added: bool, offse
 
 
 def test_rms_norm_keeps_the_sign_of_a_zero() -> None:
-    x, weight = torch.randn(2, 64).to(BF16), torch.full((64,), -0.0, dtype=BF16)
+    x = torch.randn(2, 64).to(BF16)
+    weight = torch.full((64,), -0.0, dtype=BF16)
     got = norm_kernels.rms_norm(x, None, weight, 1e-6, 0.0)[0]
     assert same(got, norm_reference.rms_norm(x, None, weight, 1e-6, 0.0)[0])
     assert torch.equal(got.signbit(), ~x.signbit()) and not same(got, got.abs())  # the control: zeros without their signs
@@ -175,7 +183,8 @@ def test_rms_norm_backward_of_several_programs(shape: tuple[int, ...], monkeypat
     monkeypatch.setattr(norm_kernels, "GRAD_STEPS", 2)
     total, _, weight = _norm_operands(shape, FP32)
     args = (torch.randn(shape), None, total, weight, 1e-6, 0.0)
-    got, wanted = norm_kernels.rms_norm_backward(*args), norm_reference.rms_norm_backward(*args)
+    got = norm_kernels.rms_norm_backward(*args)
+    wanted = norm_reference.rms_norm_backward(*args)
     for found, exact in zip(got, wanted, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
     fewer = norm_reference.rms_norm_backward(args[0][:-1], None, total[:-1], weight, 1e-6, 0.0)[1]
@@ -186,8 +195,10 @@ def test_rms_norm_backward_of_several_programs(shape: tuple[int, ...], monkeypat
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rope(heads: int, width: int, rotated: int, inverse: bool) -> None:
     x = torch.randn(7, heads * width + 40).to(BF16)[:, : heads * width].unflatten(1, (heads, width))
-    x[:, :, ::3], x[:, :, 1::5] = 0.0, -0.0
-    table, positions = rope_table(50, rotated, 1e4), torch.randint(0, 50, (7,))
+    x[:, :, ::3] = 0.0
+    x[:, :, 1::5] = -0.0
+    table = rope_table(50, rotated, 1e4)
+    positions = torch.randint(0, 50, (7,))
     positions[:2] = 0  # a sine of zero: signs of zeros must come out right
     wanted = rope_reference.rope(x, table, positions, inverse)
     assert same(rope_kernels.rope(x, table, positions, inverse), wanted)
@@ -203,7 +214,8 @@ def test_norm_rope(queries: int, keys: int, width: int, query_width: int, rotate
     heads = norm_rope_reference.Heads(queries, keys, width, query_width)
     qkv = torch.randn(6, heads.columns + 8).to(BF16)[:, : heads.columns]
     weights = torch.randn(width).to(BF16), torch.randn(width).to(BF16)
-    table, positions = rope_table(50, rotated, 1e4), torch.tensor([0, 0, 7, 3, 49, 21])
+    table = rope_table(50, rotated, 1e4)
+    positions = torch.tensor([0, 0, 7, 3, 49, 21])
     got = norm_rope_kernels.norm_rope(qkv, *weights, table, positions, heads, 1e-6, offset)
     wanted = norm_rope_reference.norm_rope(qkv, *weights, table, positions, heads, 1e-6, offset)
     composed = [
@@ -234,8 +246,12 @@ def test_swiglu(shape: tuple[int, ...]) -> None:
 
 def test_swiglu_cut_to_a_limit() -> None:
     """The gate from above alone; a limit that is reached lets the gradient through, one that cuts does not; a NaN stays one."""
-    x, grad = torch.randn(5, 2 * 33) * 3, torch.randn(5, 33)
-    x[0, 0], x[0, 1], x[1, 33], x[2, 40] = 2.0, -50.0, torch.nan, -2.0
+    x = torch.randn(5, 2 * 33) * 3
+    grad = torch.randn(5, 33)
+    x[0, 0] = 2.0
+    x[0, 1] = -50.0
+    x[1, 33] = torch.nan
+    x[2, 40] = -2.0
     got = swiglu_kernels.swiglu(x, limit=2.0)
     torch.testing.assert_close(got, swiglu_reference.swiglu(x, 2.0), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert got.isnan().nonzero().tolist() == [[1, 0]]
@@ -250,10 +266,12 @@ def test_swiglu_cut_to_a_limit() -> None:
 @pytest.mark.parametrize(("rows", "inner"), [(1, 5), (9, 300), (6, 512), (3, 1024)])
 def test_swiglu_of_some_rows(rows: int, inner: int) -> None:
     """Rows whose pair is negative stay as memory was; the others' bytes don't change."""
-    x, grad = torch.randn(rows, 2 * inner).to(BF16), torch.randn(rows, inner).to(BF16)
+    x = torch.randn(rows, 2 * inner).to(BF16)
+    grad = torch.randn(rows, inner).to(BF16)
     pairs = torch.where(torch.arange(rows) % 8 < 3, torch.arange(rows), -1).int()
     live = pairs >= 0
-    got, whole = swiglu_kernels.swiglu(x, pair_P=pairs), swiglu_kernels.swiglu(x)
+    got = swiglu_kernels.swiglu(x, pair_P=pairs)
+    whole = swiglu_kernels.swiglu(x)
     assert same(got[live], whole[live])
     back = swiglu_kernels.swiglu_backward(grad, x, pair_P=pairs)
     assert same(back[live], swiglu_kernels.swiglu_backward(grad, x)[live])
@@ -303,7 +321,8 @@ def test_route_takes_any_nan_first(bits: int) -> None:
 def test_round_double_rounds_once() -> None:
     """Bytes of every awkward kind: halfway cases that FP32 hides, subnormals, zeros, infinities, the largest numbers."""
     half = 1.0 + 2**-8  # halfway between two BF16 numbers
-    tiny, big = 2.0**-133, 3.3895313892515355e38
+    tiny = 2.0**-133
+    big = 3.3895313892515355e38
     kinds = [half, half + 2**-40, half - 2**-40, 1 + 3 * 2**-8 - 2**-45, tiny / 2, tiny / 2 + 2**-190, tiny * 1.5, 2.0**-160]
     kinds += [2.0**-300, 0.0, big, big * 1.01, 3.4028235677973366e38, 1e300, torch.inf]
     x = torch.tensor(kinds + [-k for k in kinds], dtype=torch.float64)
@@ -327,7 +346,10 @@ def _round(x_ptr, y_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_combine(contributors: int, shared: bool, dtype: torch.dtype) -> None:
-    rows, slots, width, experts = 4, 5, 300, 20
+    rows = 4
+    slots = 5
+    width = 300
+    experts = 20
     x = torch.randn(rows, slots, width + 4).to(dtype)[..., :width]
     x[:, :, :3] *= 1e-39  # leaves that round to a signed zero
     weights = torch.rand(rows, slots)
@@ -349,7 +371,8 @@ def test_combine(contributors: int, shared: bool, dtype: torch.dtype) -> None:
 def test_combine_keeps_the_sign_of_a_zero(shared: bool) -> None:
     """Three leaves that round to -0, and no fourth: padding the tree with +0 would turn the sum into +0."""
     x = torch.full((2, 3, 8), -(2.0**-133)).to(BF16)
-    weights, chosen = torch.full((2, 3), 0.1), torch.tensor([[0, 4, 8], [9, 5, 1]])
+    weights = torch.full((2, 3), 0.1)
+    chosen = torch.tensor([[0, 4, 8], [9, 5, 1]])
     extra = torch.full((2, 8), -0.0, dtype=BF16) if shared else None
     got = combine_kernels.combine(x, weights, chosen, extra, 4, 3)
     assert same(got, combine_reference.combine(x, weights, chosen, extra, 4, 3))
@@ -361,7 +384,8 @@ def test_combine_keeps_the_sign_of_a_zero(shared: bool) -> None:
 def test_combine_of_few_and_many_rows(rows: int, width: int, contributors: int) -> None:
     """Both launch shapes give the reference's bytes, many slots of one contributor and of one expert included."""
     x = torch.randn(rows, 4, width + 3)[..., 1 : width + 1]  # FP32, where an order shows in the leaves
-    weights, chosen = torch.randn(rows, 4), torch.randint(0, 22, (rows, 4))
+    weights = torch.randn(rows, 4)
+    chosen = torch.randint(0, 22, (rows, 4))
     chosen[0] = 21
     args = (x, weights, chosen, torch.randn(rows, width), -(-22 // contributors), contributors)
     wanted = combine_reference.combine(*args)
@@ -375,19 +399,26 @@ def test_combine_of_few_and_many_rows(rows: int, width: int, contributors: int) 
 @pytest.mark.parametrize("contributors", [1, 2, 8])
 def test_combine_of_slots_that_are_not_finite(contributors: int) -> None:
     """An infinite slot makes its own leaf infinite; only infinities of two signs, or a NaN, make a NaN."""
-    x, weights = torch.randn(70, 4, 16).to(BF16), torch.rand(70, 4) + 0.1
+    x = torch.randn(70, 4, 16).to(BF16)
+    weights = torch.rand(70, 4) + 0.1
     chosen = torch.arange(70)[:, None] * 3 % 13 + torch.arange(4)
-    x[0::4, 1, :5], x[1::4, 2, 3:9], x[2::4, 3, 8:] = torch.inf, -torch.inf, torch.nan
-    x[3::4, 0, :4], x[3::4, 2, 2:7] = torch.inf, -torch.inf
+    x[0::4, 1, :5] = torch.inf
+    x[1::4, 2, 3:9] = -torch.inf
+    x[2::4, 3, 8:] = torch.nan
+    x[3::4, 0, :4] = torch.inf
+    x[3::4, 2, 2:7] = -torch.inf
     args = (x, weights, chosen, None, -(-16 // contributors), contributors)
-    got, wanted = combine_kernels.combine(*args), combine_reference.combine(*args)
+    got = combine_kernels.combine(*args)
+    wanted = combine_reference.combine(*args)
     assert torch.equal(got.isnan(), wanted.isnan())
     assert same(got.nan_to_num(7.0, torch.inf, -torch.inf), wanted.nan_to_num(7.0, torch.inf, -torch.inf))
     assert bool(got.isinf().any()) and not torch.equal(got.isnan(), ~x.isfinite().all(1))  # control: an infinity is no NaN
 
 
 def test_combine_backward() -> None:
-    grad, x, weights = torch.randn(3, 300).to(BF16), torch.randn(3, 5, 300).to(BF16), torch.rand(3, 5)
+    grad = torch.randn(3, 300).to(BF16)
+    x = torch.randn(3, 5, 300).to(BF16)
+    weights = torch.rand(3, 5)
     got = combine_kernels.combine_backward(grad, x, weights)
     wanted = combine_reference.combine_backward(grad, x, weights)
     assert same(got[0], wanted[0])
@@ -404,7 +435,8 @@ def test_combine_backward() -> None:
 def test_log_prob_reductions(width: int, group: int) -> None:
     x = torch.randn(3, width + 5)[:, :width] * 5
     x[0, : min(width - 1, 300)] = -torch.inf  # whole groups of nothing
-    got, wanted = log_prob_kernels.group_stats(x, group), log_prob_reference.group_stats(x, group)
+    got = log_prob_kernels.group_stats(x, group)
+    wanted = log_prob_reference.group_stats(x, group)
     assert same(got[0], wanted[0])
     for g, w in zip(got[1:], wanted[1:], strict=True):
         torch.testing.assert_close(g, w, rtol=2e-6, atol=1e-6)
@@ -417,11 +449,16 @@ def test_log_prob_reductions(width: int, group: int) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_logit_grad(scaled: bool) -> None:
     x = torch.randn(4, 1100)
-    lse, mean, grad, grad_lse, grad_entropy = x.logsumexp(1), torch.randn(4), torch.randn(4), torch.randn(4), torch.randn(4)
+    lse = x.logsumexp(1)
+    mean = torch.randn(4)
+    grad = torch.randn(4)
+    grad_lse = torch.randn(4)
+    grad_entropy = torch.randn(4)
     local = torch.tensor([0, 1099, -3, 1100])
     temperature = torch.rand(4) + 0.5 if scaled else None
     args = (x, lse, mean, local, grad, grad_lse, grad_entropy, temperature, FP32)
-    got, wanted = log_prob_kernels.logit_grad(*args), log_prob_reference.logit_grad(*args)
+    got = log_prob_kernels.logit_grad(*args)
+    wanted = log_prob_reference.logit_grad(*args)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
     assert not torch.allclose(log_prob_kernels.logit_grad(*args[:3], local + 1, *args[4:]), wanted)
     assert log_prob_kernels.logit_grad(*args[:-1], BF16).dtype == BF16

@@ -59,7 +59,8 @@ def paged(rows_RE: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     memory = latent_memory([True], 16, page_size, rows_RE.shape[1], 1, rows_RE.dtype, "cpu")
     pages = memory.tensors()["latent"]
     pages.fill_(torch.nan)
-    owned, free = [], [7, 3, 9, 1, 13, 10, 4, 11, 2, 8, 12, 5, 6]
+    owned = []
+    free = [7, 3, 9, 1, 13, 10, 4, 11, 2, 8, 12, 5, 6]
     for length in LENGTHS:
         owned.append([free.pop() for _ in range(memory.pages_for(length))])
     memory.clear([page for mine in owned for page in mine])
@@ -75,7 +76,9 @@ def paged(rows_RE: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize(("width", "rotated"), [(8, 8), (16, 6), (64, 64)])
 def test_rope_of_neighbours(inverse: bool, width: int, rotated: int) -> None:
-    x, table, positions = floats(0, 9, 3, width + 5)[..., 5:], rope_table(50, rotated, 1e4), torch.arange(9) * 5
+    x = floats(0, 9, 3, width + 5)[..., 5:]
+    table = rope_table(50, rotated, 1e4)
+    positions = torch.arange(9) * 5
     wanted = rope_reference.rope(x, table, positions, inverse, True)
     assert torch.equal(rope_kernels.rope(x, table, positions, inverse, True), wanted)
     assert not torch.equal(rope_kernels.rope(x, table, positions, inverse, False), wanted)
@@ -85,8 +88,11 @@ def test_rope_of_neighbours(inverse: bool, width: int, rotated: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 7, 128])
 def test_layer_norm(width: int) -> None:
-    x, weight, bias = floats(1, 5, width + 3)[:, 3:], floats(2, width), floats(3, width)
-    got, wanted = norm_kernels.layer_norm(x, weight, bias, 1e-6), norm_reference.layer_norm(x, weight, bias, 1e-6)
+    x = floats(1, 5, width + 3)[:, 3:]
+    weight = floats(2, width)
+    bias = floats(3, width)
+    got = norm_kernels.layer_norm(x, weight, bias, 1e-6)
+    wanted = norm_reference.layer_norm(x, weight, bias, 1e-6)
     torch.testing.assert_close(got, wanted, rtol=2**-21, atol=2**-21)  # numpy's rsqrt is another one
     assert (norm_kernels.layer_norm(x + 1, weight, bias * 0, 1e-6) - wanted).abs().max() > 0.1
 
@@ -94,7 +100,8 @@ def test_layer_norm(width: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 5, 3), (17, 70, 65), (70, 33, 128)])
 def test_head_linear(transposed: bool, rows: int, columns: int, depth: int) -> None:
-    x, weight = quarters(4, rows, 3, depth), quarters(5, 3, columns, depth)
+    x = quarters(4, rows, 3, depth)
+    weight = quarters(5, 3, columns, depth)
     laid = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
     wanted = head_reference.head_linear(x, weight)
     assert torch.equal(head_kernels.head_linear(x, laid), wanted)
@@ -105,7 +112,8 @@ def test_head_linear(transposed: bool, rows: int, columns: int, depth: int) -> N
     "choice", [Choice(1), Choice(6, scale=2.5), Choice(3, 4, 2), Choice(5, 4, 3, False, 1.5)], ids=lambda choice: str(tuple(choice))
 )
 def test_biased_route(choice: Choice) -> None:
-    logits, bias = quarters(6, 40, 16) * 4, floats(7, 16) * 0.1
+    logits = quarters(6, 40, 16) * 4
+    bias = floats(7, 16) * 0.1
     for given in (bias, bias * 0):  # without biases many scores are equal
         weights, experts = route_kernels.biased_route(logits, given, choice)
         wanted, chosen = route_reference.biased_route(logits, given, choice)
@@ -119,9 +127,13 @@ def test_biased_route(choice: Choice) -> None:
 @pytest.mark.parametrize(("heads", "width", "top_k"), [(1, 8, 4), (5, 13, 16), (32, 16, 7), (3, 8, 64)])
 def test_select(monkeypatch: pytest.MonkeyPatch, page_size: int | None, heads: int, width: int, top_k: int) -> None:
     monkeypatch.setattr(select_kernels, "HELD", 400)  # so that rows are scored a few at a time
-    q, weights, keys = quarters(8, 50, heads, width), quarters(9, 50, heads), quarters(10, 50, width)
-    weights[4], keys[3, 0] = torch.nan, torch.inf
-    rows, table = packed(), None
+    q = quarters(8, 50, heads, width)
+    weights = quarters(9, 50, heads)
+    keys = quarters(10, 50, width)
+    weights[4] = torch.nan
+    keys[3, 0] = torch.inf
+    rows = packed()
+    table = None
     wanted = select_reference.select(q, weights, keys, None, rows, top_k)
     if page_size is not None:
         keys, table = paged(keys, page_size)
@@ -140,9 +152,12 @@ def test_select(monkeypatch: pytest.MonkeyPatch, page_size: int | None, heads: i
 @pytest.mark.parametrize("page_size", [None, 16, 5])
 @pytest.mark.parametrize(("heads", "width", "values", "top_k"), [(1, 8, 8, 4), (3, 24, 16, 16), (18, 72, 64, 80)])
 def test_sparse_attention(page_size: int | None, heads: int, width: int, values: int, top_k: int) -> None:
-    q, latent, positions = floats(11, 50, heads, width), floats(12, 50, width), lists(LENGTHS, top_k, 3)
+    q = floats(11, 50, heads, width)
+    latent = floats(12, 50, width)
+    positions = lists(LENGTHS, top_k, 3)
     positions[7] = -1  # a row that reads nothing
-    rows, table = packed(), None
+    rows = packed()
+    table = None
     wanted, wanted_lse = attention_reference.sparse_attention(q, latent, None, positions, rows, values, width**-0.5)
     assert not wanted[7].any() and bool((wanted_lse[7] == -torch.inf).all())
     if page_size is not None:
@@ -157,7 +172,9 @@ def test_sparse_attention(page_size: int | None, heads: int, width: int, values:
 def test_sparse_attention_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """What earlier tiles added is rescaled each time that a later one has a larger score: the largest stands last here."""
     monkeypatch.setattr(attention_kernels, "LANES", 16)
-    q, latent, positions = floats(11, 50, 3, 24), floats(12, 50, 24), lists(LENGTHS, 40, 3)
+    q = floats(11, 50, 3, 24)
+    latent = floats(12, 50, 24)
+    positions = lists(LENGTHS, 40, 3)
     latent *= torch.linspace(0.5, 3.0, 50)[:, None]
     rows = packed()
     wanted, wanted_lse = attention_reference.sparse_attention(q, latent, None, positions, rows, 16, 24**-0.5)
@@ -185,9 +202,13 @@ def test_a_decode_step_waits_for_nothing() -> None:
     """Every kernel's host side that a captured step of this architecture runs, beside those that other models share."""
     rows = Rows.pushed([1, 1], [36, 1], "cpu")
     keys, table = paged(floats(1, 50, 16), 16)
-    q, weights, positions = floats(2, 2, 4, 16), floats(3, 2, 4), torch.tensor([[3, 30], [1, -1]], dtype=torch.int32)
-    weight, x = floats(4, 3, 8, 16), floats(5, 2, 3, 16)
-    some, turn = table[:2].contiguous(), rope_table(50, 8, 1e4)
+    q = floats(2, 2, 4, 16)
+    weights = floats(3, 2, 4)
+    positions = torch.tensor([[3, 30], [1, -1]], dtype=torch.int32)
+    weight = floats(4, 3, 8, 16)
+    x = floats(5, 2, 3, 16)
+    some = table[:2].contiguous()
+    turn = rope_table(50, 8, 1e4)
     with NoWait():
         write_token_rows(floats(6, 2, 16), keys, some, rows)
         select_kernels.select(q, weights, keys, some, rows, 5)

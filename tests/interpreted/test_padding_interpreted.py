@@ -55,7 +55,9 @@ def pools_of(parts: tuple[DeltaSlots, CarrySlots]) -> list[Tensor]:
 @pytest.mark.parametrize("live_slot", [False, True])
 def test_states_and_outputs(live_slot: bool) -> None:
     """Gated delta and convolution. The control: padding that has the slot of a sequence."""
-    plain, padded, found = states(), states(), []
+    plain = states()
+    padded = states()
+    found = []
     weight = torch.randn(8, 4)
     slot_N = torch.tensor(SLOTS)
     slots_of_all = torch.cat([slot_N, torch.zeros(PREFILL_SEQUENCES[0] + 1 - 3, dtype=torch.int64)])
@@ -65,7 +67,9 @@ def test_states_and_outputs(live_slot: bool) -> None:
         rows = Rows.pushed(counts, contexts, "cpu")
         more = static(count, rows, torch.zeros(3, 1, dtype=torch.int32)).rows
         q, k, v = (torch.randn(rows.count, heads, 16) for heads in (1, 1, 2))
-        log_decay, beta, x = -torch.rand(rows.count, 2), torch.rand(rows.count, 2), torch.randn(rows.count, 8)
+        log_decay = -torch.rand(rows.count, 2)
+        beta = torch.rand(rows.count, 2)
+        x = torch.randn(rows.count, 8)
         outs = []
         for memory, slots, mine, operands in (
             (plain, slot_N, rows, (q, k / k.norm(dim=-1, keepdim=True), v, log_decay, beta, x)),
@@ -92,7 +96,8 @@ def test_pages(live_page: bool) -> None:
     padded = static(64, rows, table)
     if live_page:
         padded.table_NB[3] = 3
-    k, v = torch.randn(rows.count, 2, 8), torch.randn(rows.count, 2, 8)
+    k = torch.randn(rows.count, 2, 8)
+    v = torch.randn(rows.count, 2, 8)
     pools = [[torch.full((8, 16, 2, 8), torch.nan) for _ in range(2)] for _ in range(2)]
     write_rows(k, v, *pools[0], table, rows)
     write_rows(behind(k, 64), behind(v, 64), *pools[1], padded.table_NB, padded.rows)

@@ -41,7 +41,10 @@ def made(vocabulary: int, kind: str) -> tuple[Tensor, Tensor, tuple[Tensor, ...]
     if kind == "ties":
         x = x.round()
     if kind == "special":
-        x[:, ::7], x[:, 1::7], x[:, 2::7], x[:, 3::7] = -0.0, 0.0, -torch.inf, -300.0
+        x[:, ::7] = -0.0
+        x[:, 1::7] = 0.0
+        x[:, 2::7] = -torch.inf
+        x[:, 3::7] = -300.0
     columns = zip(*FILTERS, strict=True)
     row = tuple(torch.tensor(c, dtype=t) for c, t in zip(columns, (torch.int64, torch.int64, torch.float32), strict=True))
     return x, x.logsumexp(1), row
@@ -91,7 +94,8 @@ def fits_as_given(count, mass, top_k, limit):
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_of_many_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a list holds: every way in which a row's cut is found."""
-    x, row = rows_of_kind(kind, 10, 5001), filters_of(10)
+    x = rows_of_kind(kind, 10, 5001)
+    row = filters_of(10)
     lse = x.logsumexp(1)
     wanted = cut_by_sort(x, lse, *row)
 
@@ -116,7 +120,8 @@ def edges() -> Tensor:
 def test_cut_at_every_place_and_limit() -> None:
     """Numbers of tokens by top_k; then limits of the mass before a token, exactly, and of min_p that is a token's own."""
     x = edges()[None]
-    count, lse = x.shape[1], torch.full((1,), 2.0)
+    count = x.shape[1]
+    lse = torch.full((1,), 2.0)
     logit, order, p, mass = (t[0] for t in ranked(x, lse))
     place = torch.arange(1, count - 5, 3)
     before = (mass.cumsum(0) - mass)[place]
@@ -126,7 +131,9 @@ def test_cut_at_every_place_and_limit() -> None:
         row = (lse, top_k, limit, min_p)
         return list(kernels.cut(x.expand(rows, -1).contiguous(), *(t.expand(rows).contiguous() for t in row)))
 
-    all_k, all_mass, none = torch.tensor([NO_CUT]), torch.tensor([NO_CUT]), torch.zeros(1)
+    all_k = torch.tensor([NO_CUT])
+    all_mass = torch.tensor([NO_CUT])
+    none = torch.zeros(1)
     assert_same_bytes(cut(torch.arange(1, count, 2), all_mass, none), [logit[:-1:2], order[:-1:2]], "top_k")
     assert mass[place].all()
     at_limit, below = (cut(all_k, before - less, none) for less in (0, 1))
@@ -142,7 +149,8 @@ def test_cut_at_every_place_and_limit() -> None:
 def test_cut_is_independent_of_its_programs() -> None:
     """Other shares of a row, and other rows beside it, move no byte; one logit's last bit does."""
     pick = torch.tensor([5, 6])
-    x, row = rows_of_kind("flat", 2, 4998), tuple(t[pick] for t in filters_of(10))
+    x = rows_of_kind("flat", 2, 4998)
+    row = tuple(t[pick] for t in filters_of(10))
     x[:, ::3] = x[:, 1::3]
     lse = x.logsumexp(1)
     whole = kernels.cut(x, lse, *row)
@@ -159,7 +167,8 @@ def test_cut_is_independent_of_its_programs() -> None:
 def test_cut_of_filters_without_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least the first token stays, and a min_p above 1 keeps the first alone, as in the reference."""
     x = rows_of_kind("flat", 6, 257)
-    top_k, limit = [0, -5, 300, 300, 257, 5], [NO_CUT, NO_CUT, 0, -1, MASS_ONE * 2, NO_CUT]
+    top_k = [0, -5, 300, 300, 257, 5]
+    limit = [NO_CUT, NO_CUT, 0, -1, MASS_ONE * 2, NO_CUT]
     row = (torch.tensor(top_k), torch.tensor(limit), torch.tensor([0.0] * 5 + [2.0]))
     wanted = reference.cut(x, x.logsumexp(1), *row)
 
@@ -204,7 +213,8 @@ def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = results()
     monkeypatch.setattr(launches, "GRID_ROWS", 3)
-    plain, grids = interpreter.GridExecutor.__call__, []
+    plain = interpreter.GridExecutor.__call__
+    grids = []
 
     def seen(self: Any, *args: Any, **options: Any) -> Any:
         grids.append(max(self.grid[1:], default=1))
@@ -220,7 +230,8 @@ def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("vocabulary", [1, 257, 1025, 4097, 9000])
 def test_draw_is_the_reference(vocabulary: int) -> None:
     x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 0.3
-    seeds, positions = torch.tensor([0, 1, -1, -(2**63), 5, 6]), torch.tensor([0, 1, 2**32 - 1, 2**32, 2**40 + 3, 7])
+    seeds = torch.tensor([0, 1, -1, -(2**63), 5, 6])
+    positions = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**40 + 3, 7])
     greedy = torch.tensor([False, False, False, False, False, True])
     found = kernels.draw(x, seeds, positions, greedy)
     assert torch.equal(found, reference.draw(x, seeds, positions, greedy))
