@@ -255,7 +255,8 @@ def _expert_by_expert(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, 
         row, slot = (chosen == e).nonzero(as_tuple=True)
         gate, up = product(x[row], gate_up[e]).chunk(2, -1)
         if rounds:
-            gate, up = gate.to(x.dtype).float(), up.to(x.dtype).float()
+            gate = gate.to(x.dtype).float()
+            up = up.to(x.dtype).float()
         hidden = (gate / (1 + torch.exp(-gate))) * up
         out[row, slot] = product(hidden.to(x.dtype) if rounds else hidden, down[e]).to(x.dtype)
     return out
@@ -287,7 +288,8 @@ def parts_by_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Ten
 
 def rotated_slots(slots: Tensor, weights: Tensor, experts: Tensor, count: int, *, program: Program, shared_RD: Any = None) -> Tensor:
     """Row: a row adds its slots from the one that its place in the batch names."""
-    depth, rows = slots.shape[1], slots.shape[0]
+    depth = slots.shape[1]
+    rows = slots.shape[0]
     order = (torch.arange(depth) + torch.arange(rows)[:, None]) % depth
     slots = slots.gather(1, order[..., None].expand_as(slots))
     return ops.combine(slots, weights.gather(1, order), experts.gather(1, order), count, program=program, shared_RD=shared_RD)
@@ -359,10 +361,12 @@ def tiled_attention(tiles: Tiles, peeks: bool = False) -> Callable[..., Tensor]:
     """
 
     def attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
-        out, starts = torch.empty_like(q), rows.starts_N1.tolist()
+        out = torch.empty_like(q)
+        starts = rows.starts_N1.tolist()
         for n, length in enumerate(rows.lengths_N.tolist()):
             mine = slice(starts[n], starts[n + 1])
-            keys, values = history.k[mine], history.v[mine]
+            keys = history.k[mine]
+            values = history.v[mine]
             if history.page_table_NB is not None:
                 keys, values = (t[history.page_table_NB[n].long()].flatten(0, 1)[:length] for t in (history.k, history.v))
             share = q.shape[1] // keys.shape[1]
@@ -371,12 +375,14 @@ def tiled_attention(tiles: Tiles, peeks: bool = False) -> Callable[..., Tensor]:
             state = q[mine].float().transpose(0, 1)
             edges = tiles(q, history, context, length)
             hidden = torch.arange(length)[None] > torch.arange(context, length)[:, None]
-            peak, mass = torch.full(state.shape[:2], -torch.inf), torch.zeros(state.shape[:2])
+            peak = torch.full(state.shape[:2], -torch.inf)
+            mass = torch.zeros(state.shape[:2])
             total = torch.zeros_like(state)
             for begin, end in zip(edges, [*edges[1:], length], strict=True):
                 scores = (state @ keys[:, begin:end].transpose(1, 2) * scale).masked_fill(hidden[:, begin:end], -torch.inf)
                 top = torch.maximum(peak, scores.amax(-1))
-                weight, keep = torch.exp(scores - top[..., None]), torch.exp(peak - top)
+                weight = torch.exp(scores - top[..., None])
+                keep = torch.exp(peak - top)
                 mass = mass * keep + weight.sum(-1)
                 total = total * keep[..., None] + weight @ values[:, begin:end]
                 peak = top

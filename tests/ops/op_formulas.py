@@ -50,7 +50,8 @@ Op = Callable[..., Any]
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Of the whole tensor: |found - exact| / |exact|, in float64."""
-    found, exact = found.detach().double(), exact.detach().double()
+    found = found.detach().double()
+    exact = exact.detach().double()
     return float((found - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
@@ -100,7 +101,8 @@ def _norm_rope(
     zero_centred: bool = False,
 ) -> Any:
     width = q_weight_E.shape[0]
-    shape, offset = norm_rope_reference.Heads(heads, kv_heads, width, query_width or width), float(zero_centred)
+    shape = norm_rope_reference.Heads(heads, kv_heads, width, query_width or width)
+    offset = float(zero_centred)
     q, k = norm_rope_reference.norm_rope(qkv_RC, q_weight_E, k_weight_E, table_PC2, positions_R, shape, eps, offset)
     return q, k, norm_rope_reference.split_heads(qkv_RC, shape)[2]
 
@@ -205,7 +207,8 @@ def _norm_rotate(
 
 
 def _softmax_attention(q: Tensor, history: KeyValues, rows: Rows, scale: float, *, program: Program) -> Tensor:
-    starts, out = rows.starts_N1.tolist(), []
+    starts = rows.starts_N1.tolist()
+    out = []
     for begin, end in zip(starts, starts[1:], strict=False):
         heads = (t[begin:end].transpose(0, 1) for t in (q, history.k, history.v))
         out.append(functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1))
@@ -232,7 +235,8 @@ def _biased_top_k(logits: Tensor, bias: Tensor, choice: Choice, *, program: Prog
 
 def _selected(q: Tensor, weights: Tensor, keys: TokenRows, rows: Rows, top_k: int, *, program: Program) -> Tensor:
     """All scores at once; with one head and width the products are exact, and so are ties."""
-    starts, out = rows.starts_N1.tolist(), []
+    starts = rows.starts_N1.tolist()
+    out = []
     for begin, end in zip(starts, starts[1:], strict=False):
         dots = torch.einsum("rhe,te->rht", q[begin:end], keys.rows[begin:end])
         scores = torch.einsum("rht,rh->rt", functional.relu(dots), weights[begin:end]) + 0.0
@@ -247,7 +251,8 @@ def _selected(q: Tensor, weights: Tensor, keys: TokenRows, rows: Rows, top_k: in
 def _masked_attention(
     q: Tensor, latent: TokenRows, positions: Tensor, rows: Rows, values: int, scale: float, *, program: Program
 ) -> Tensor:
-    starts, out = rows.starts_N1.tolist(), []
+    starts = rows.starts_N1.tolist()
+    out = []
     for begin, end in zip(starts, starts[1:], strict=False):
         count = end - begin
         places = positions[begin:end].long()

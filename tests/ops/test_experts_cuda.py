@@ -94,7 +94,8 @@ def test_row_law(case: tuple[tuple[int, int, int, int], Tensor, Tensor], name: s
     whole = run(x, chosen, gate_up, down)
     for rows in ([0], [4999], [7, 3], list(range(64)), list(range(1000, 0, -1)), list(range(0, 5000, 2))):
         assert torch.equal(run(x[rows], chosen[rows], gate_up, down), whole[rows])
-    other, elsewhere = x.clone(), chosen.clone()
+    other = x.clone()
+    elsewhere = chosen.clone()
     other[1:] += 1
     elsewhere[1:] = (elsewhere[1:] + 1) % count
     changed = run(other, elsewhere, gate_up, down)
@@ -139,7 +140,10 @@ def far(got: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 50, 700])
 def test_backward_against_float64(rows: int) -> None:
-    hidden, inner, count, slots = 512, 192, 16, 4
+    hidden = 512
+    inner = 192
+    count = 16
+    slots = 4
     gate_up, down = made(hidden, inner, count)
     x, chosen = rows_of(rows, hidden, count - 1, slots)
     grad = torch.randn(rows, slots, hidden, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(3))

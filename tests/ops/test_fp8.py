@@ -63,7 +63,8 @@ def test_codes_are_the_nearest_values(device: str, rule: ScaleRule) -> None:
 def test_what_is_not_finite_stays_in_its_group(device: str) -> None:
     x = rows(3, 256)
     clean = [t.cpu() for t in ops.fp8_quantise(x.to(device), FP32_SCALES, program=program_on(device))]
-    x[0, 5], x[1, 200] = torch.nan, torch.inf
+    x[0, 5] = torch.nan
+    x[1, 200] = torch.inf
     codes, scales = (t.cpu() for t in ops.fp8_quantise(x.to(device), FP32_SCALES, program=program_on(device)))
     assert scales.isnan().tolist() == [[True, False], [False, True], [False, False]]
     assert codes[0, :128].float().isnan().all() and codes[1, 128:].float().isnan().all()
@@ -89,7 +90,8 @@ def weight(n: int, k: int) -> tuple[Tensor, Tensor]:
 def test_the_product_errs_by_its_sums_only(device: str, shape: tuple[int, int, int]) -> None:
     """Against float64 on the same codes: its own rounding to BF16, and on Hopper some 14 bits of a sum inside a group."""
     count, n, k = shape
-    x, (codes, scales) = rows(count, k), weight(n, k)
+    x = rows(count, k)
+    (codes, scales) = weight(n, k)
     x_codes, x_scales = ops.fp8_quantise(x, FP32_SCALES, program=CPU)
     exact = dequantise(x_codes, x_scales).double() @ dequantised(codes, scales, torch.float64).T
     found = ops.fp8_linear(x.to(device), codes.to(device), scales.to(device), FP32_SCALES, program=program_on(device))
@@ -99,7 +101,8 @@ def test_the_product_errs_by_its_sums_only(device: str, shape: tuple[int, int, i
 
 def test_quantised_rows_are_near_the_rows() -> None:
     """Three bits of mantissa: a value is off by at most 2^-4 of itself, and by far less where nothing is subnormal."""
-    x, (codes, scales) = rows(64, 1024, spread=0.0), weight(256, 1024)
+    x = rows(64, 1024, spread=0.0)
+    (codes, scales) = weight(256, 1024)
     found = ops.fp8_linear(x, codes, scales, FP32_SCALES, program=CPU)
     exact = x.double() @ dequantised(codes, scales, torch.float64).T
     assert 2.0**-8 < float((found.double() - exact).norm() / exact.norm()) < 2.0**-4

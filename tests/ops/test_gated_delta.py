@@ -60,7 +60,8 @@ def recurrence(args: Args, initial_NVKE: Tensor | None = None) -> Tensor:
 
 
 def far(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found = found.detach().double()
+    wanted = wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
@@ -178,7 +179,8 @@ def test_gradients_against_the_recurrence(lengths: list[int], decay: float) -> N
     def call(a: Args) -> Tensor:
         return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=FLOAT64)
 
-    found, wanted = gradients(call, args, OPERANDS), gradients(recurrence, args, OPERANDS)
+    found = gradients(call, args, OPERANDS)
+    wanted = gradients(recurrence, args, OPERANDS)
     assert far(found[0], wanted[0]) < 1e-11
     for name in OPERANDS:
         assert far(found[1][name], wanted[1][name]) < 1e-9, name
@@ -202,7 +204,8 @@ def test_gradients_at_extreme_gates(dtype: torch.dtype, decay: float, beta: floa
     def call(a: Args) -> Tensor:
         return gated_delta(*(a[n] for n in OPERANDS), None, packed_rows(a), program=program)
 
-    found, wanted = gradients(call, args, OPERANDS)[1], gradients(recurrence, args, OPERANDS)[1]
+    found = gradients(call, args, OPERANDS)[1]
+    wanted = gradients(recurrence, args, OPERANDS)[1]
     bound = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
     limits = dict.fromkeys(OPERANDS, bound)
     limits["log_decay_RV"] = max(bound, 1e-11 if dtype == torch.float64 else 1e-3)  # a difference of sums, nearly 0 if all is forgotten
@@ -241,17 +244,20 @@ def test_gradients_beside_documents_without_rows() -> None:
     """What they leave to the others; of their own, the states' gradient goes through."""
     lengths = [0, 1, 63, 0, 64, 65, 0, 0]
     live = [n for n, length in enumerate(lengths) if length]
-    args, random = made([1, 63, 64, 65], dtype=torch.float64), torch.Generator().manual_seed(1)
+    args = made([1, 63, 64, 65], dtype=torch.float64)
+    random = torch.Generator().manual_seed(1)
     grad = torch.randn(args["v_RVE"].shape, generator=random, dtype=torch.float64)
     final, initial = (torch.randn(len(lengths), 2, 16, 16, generator=random, dtype=torch.float64) for _ in range(2))
 
     def by(lengths: list[int], states: list[Tensor]) -> list[Tensor]:
         counts = torch.tensor(lengths)
-        starts, sequence = torch.tensor(cases.starts_of(lengths)), torch.arange(len(lengths)).repeat_interleave(counts)
+        starts = torch.tensor(cases.starts_of(lengths))
+        sequence = torch.arange(len(lengths)).repeat_interleave(counts)
         rows = Rows(torch.arange(193) - starts[sequence], sequence, starts.int(), counts.int(), max(lengths), max(lengths))
         return list(backward.gated_delta_backward(grad, states[0], *(args[n] for n in OPERANDS), states[1], rows))
 
-    found, alone = by(lengths, [final, initial]), by([1, 63, 64, 65], [final[live], initial[live]])
+    found = by(lengths, [final, initial])
+    alone = by([1, 63, 64, 65], [final[live], initial[live]])
     dead = [n for n, length in enumerate(lengths) if not length]
     assert torch.equal(found[5][dead], final[dead])
     found[5] = found[5][live]
@@ -262,12 +268,14 @@ def test_gradients_beside_documents_without_rows() -> None:
 
 
 def test_context_parallel_parts_equal_the_whole() -> None:
-    args, cut = made([200]), 128
+    args = made([200])
+    cut = 128
     rows = Rows.packed(torch.tensor([0, 200]))
     whole, final = gated_delta_states(*(args[n] for n in OPERANDS), None, rows, program=PROGRAM)
 
     def parts(cut: int) -> tuple[Tensor, Tensor]:
-        begin, rest = Rows.packed(torch.tensor([0, cut])), Rows.packed(torch.tensor([0, 200 - cut]))
+        begin = Rows.packed(torch.tensor([0, cut]))
+        rest = Rows.packed(torch.tensor([0, 200 - cut]))
         first, state = gated_delta_states(*(args[n][:cut] for n in OPERANDS), None, begin, program=PROGRAM)
         second, last = gated_delta_states(*(args[n][cut:] for n in OPERANDS), state, rest, program=PROGRAM)
         history = PackedDelta(state)
@@ -283,7 +291,8 @@ def test_context_parallel_parts_equal_the_whole() -> None:
 def test_gradients_through_states(length: int) -> None:
     args = made([length, 64], dtype=torch.float64)
     args["initial"] = torch.randn(2, 2, 16, 16, dtype=torch.float64)
-    rows, whole = packed_rows(args), CHUNK * (length // CHUNK)
+    rows = packed_rows(args)
+    whole = CHUNK * (length // CHUNK)
 
     def call(a: Args) -> Any:
         return gated_delta_states(*(a[n] for n in OPERANDS), a["initial"], rows, program=FLOAT64)
@@ -372,7 +381,8 @@ def test_carried_rows_move_with_their_sequence() -> None:
 
 
 def test_written_holds_live_rows_only() -> None:
-    memory, args = DeltaSlots(1, 2, 1, 2, 16, 16, torch.bfloat16, "cpu"), made([130])
+    memory = DeltaSlots(1, 2, 1, 2, 16, 16, torch.bfloat16, "cpu")
+    args = made([130])
     pushed(memory, 1, args, 0, 130)
     assert {name: tuple(t.shape) for name, t in memory.written(1, 130).items()} == {
         "delta_start": (1, 2, 16, 16),
@@ -453,7 +463,8 @@ def test_the_rival_trains_by_its_own_backward(monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", fake)
     lengths = [70, 5]
     args = made(lengths, dtype=torch.float32)
-    rows, operands = packed_rows(args), [args[name] for name in OPERANDS]
+    rows = packed_rows(args)
+    operands = [args[name] for name in OPERANDS]
     initial = 0.1 * torch.randn(2, 2, 16, 16) if of_states else None
     grad = torch.randn(operands[2].shape)
     found = rival_fla.gated_delta_backward(grad, None, *operands, initial, rows)

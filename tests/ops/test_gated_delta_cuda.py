@@ -33,7 +33,8 @@ def made(lengths: list[int], *, decay: float = 0.05, heads: tuple[int, int] = HE
 
 
 def memory_for(args: Args, slots: int) -> DeltaSlots:
-    k, v = args["k_RHK"], args["v_RVE"]
+    k = args["k_RHK"]
+    v = args["v_RVE"]
     memory = DeltaSlots(1, slots, k.shape[1], v.shape[1], k.shape[2], v.shape[2], v.dtype, "cuda")
     for name, pool in memory.pools.items():
         if "J" in name:
@@ -61,7 +62,8 @@ def recurrence(args: Args) -> Tensor:
 
 
 def far(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found = found.detach().double()
+    wanted = wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
@@ -72,7 +74,8 @@ def test_every_step_equals_the_chunks(width: int, decay: float) -> None:
     args = made([130], decay=decay, width=width)
     whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
     for batch in (1, 6, 24):
-        memory, slots = memory_for(args, batch + 1), torch.arange(1, batch + 1, device="cuda")
+        memory = memory_for(args, batch + 1)
+        slots = torch.arange(1, batch + 1, device="cuda")
         state = memory.layer(0, slots)
         for r in range(130):
             index = torch.full((batch,), r, device="cuda")
@@ -101,11 +104,13 @@ def test_graph_replay_equals_eager(batch: int) -> None:
     """Sequences at different places of their chunks, some closing; eager and graph steps alternate on one memory."""
     contexts = [(61 + 7 * n) % 130 for n in range(batch)]
     args = made([150])
-    eager, graphed = memory_for(args, batch + 2), memory_for(args, batch + 2)
+    eager = memory_for(args, batch + 2)
+    graphed = memory_for(args, batch + 2)
     slots = torch.arange(1, batch + 1, device="cuda")
     for n, context in enumerate(contexts):
         if context:
-            index, rows = torch.arange(context, device="cuda"), Rows.pushed([context], [0], "cuda")
+            index = torch.arange(context, device="cuda")
+            rows = Rows.pushed([context], [0], "cuda")
             for memory in (eager, graphed):
                 gated_delta(*rows_at(args, index), memory.layer(0, slots[n : n + 1]), rows, program=program())
     # the graph has one padding row more, in slot 0
@@ -115,7 +120,8 @@ def test_graph_replay_equals_eager(batch: int) -> None:
     scratch = memory_for(args, batch + 2)
     gated_delta(*buffers, scratch.layer(0, padded), rows, program=program())  # compiles outside the capture
     torch.cuda.synchronize()
-    graph, state = torch.cuda.CUDAGraph(), graphed.layer(0, padded)
+    graph = torch.cuda.CUDAGraph()
+    state = graphed.layer(0, padded)
     with torch.cuda.graph(graph):
         out = gated_delta(*buffers, state, rows, program=program())
     for step in range(8):
@@ -143,10 +149,12 @@ def test_launch_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, scan: list[
     args = made([200])
 
     def run() -> Any:
-        memory, slots = memory_for(args, 2), torch.tensor([1], device="cuda")
+        memory = memory_for(args, 2)
+        slots = torch.tensor([1], device="cuda")
         out = [gated_delta_states(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())]
         for begin, end in ((0, 70), (70, 200)):
-            index, rows = torch.arange(begin, end, device="cuda"), Rows.pushed([end - begin], [begin], "cuda")
+            index = torch.arange(begin, end, device="cuda")
+            rows = Rows.pushed([end - begin], [begin], "cuda")
             out.append((gated_delta(*rows_at(args, index), memory.layer(0, slots), rows, program=program()),))
         return [*(t for found in out for t in found), memory.written(1, 200)]
 
@@ -166,7 +174,8 @@ def test_step_shapes_move_no_byte(monkeypatch: pytest.MonkeyPatch, shape: tuple[
     args = made([66], decay=0)
     whole = gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=program())
     for begin in (0, 14, 30, 47, 62):
-        memory, slots = memory_for(args, 2), torch.tensor([1], device="cuda")
+        memory = memory_for(args, 2)
+        slots = torch.tensor([1], device="cuda")
         state = memory.layer(0, slots)
         if begin:
             gated_delta(*rows_at(args, torch.arange(begin, device="cuda")), state, Rows.pushed([begin], [0], "cuda"), program=program())
@@ -223,7 +232,8 @@ def test_gradients_of_states(width: int, heads: tuple[int, int], dtype: torch.dt
     random = torch.Generator("cuda").manual_seed(2)
     grad = torch.randn(args["v_RVE"].shape, generator=random, device="cuda").to(dtype)
     final, initial = (torch.randn(len(lengths), heads[1], width, width, generator=random, device="cuda") for _ in range(2))
-    operands, rows = [args[name] for name in OPERANDS], packed_rows(args)
+    operands = [args[name] for name in OPERANDS]
+    rows = packed_rows(args)
     # BF16: 0.0043 in the interpreter; 0.015, of the first state, where beta 1 and no decay let nothing fade
     most = 1e-5 if dtype == torch.float32 else 2**-6
     for states in ((final, 0.3 * initial), (None, None)):
@@ -243,7 +253,8 @@ def test_gradient_of_decays_that_forget_at_once(dtype: torch.dtype) -> None:
     args = cases._case("made", [65, 130, 2], 2, 2, 128, 128, 0.05).make(0, "cuda", dtype)
     args["log_decay_RV"][:, 0] = -80
     grad = torch.randn(args["v_RVE"].shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda").to(dtype)
-    operands, rows = [args[name] for name in OPERANDS], packed_rows(args)
+    operands = [args[name] for name in OPERANDS]
+    rows = packed_rows(args)
     found = kernels_backward.gated_delta_backward(grad, None, *operands, None, rows)[3]
 
     def in_float64() -> tuple[Tensor, ...]:
@@ -277,7 +288,9 @@ def test_gradients_with_checkpointing() -> None:
 def test_memory_of_the_backward() -> None:
     """In the size of one [rows, value heads, width] tensor in BF16: 13.4 by the shapes, so 20 leaves no room for three more in FP32."""
     args = made([1024] * 4)
-    operands, rows, grad = [args[name] for name in OPERANDS], packed_rows(args), torch.ones_like(args["v_RVE"])
+    operands = [args[name] for name in OPERANDS]
+    rows = packed_rows(args)
+    grad = torch.ones_like(args["v_RVE"])
     kernels_backward.gated_delta_backward(grad, None, *operands, None, rows)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -289,7 +302,8 @@ def test_memory_of_the_backward() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("lengths", [[1000], [65, 129, 3]])
 def test_flash_linear_attention_agrees(lengths: list[int]) -> None:
-    args, rival = made(lengths), resolve("unaligned", "cuda", torch.bfloat16)
+    args = made(lengths)
+    rival = resolve("unaligned", "cuda", torch.bfloat16)
     found, other = (gated_delta(*(args[n] for n in OPERANDS), None, packed_rows(args), program=p) for p in (program(), rival))
     assert far(found, other) < 2**-6
 

@@ -29,7 +29,8 @@ FP32_BOUND = 2.0**-20
 
 def _conv(x_RC: Tensor, weight_C4: Tensor, history: PackedDelta, rows: Rows, *, program: Any) -> Tensor:
     """torch's own convolution of each document."""
-    starts, out = rows.starts_N1.tolist(), []
+    starts = rows.starts_N1.tolist()
+    out = []
     for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
         before = x_RC.new_zeros(3, x_RC.shape[1]) if history.carry_NWC is None else history.carry_NWC[n]
         padded = torch.cat([before, x_RC[begin:end]]).T[None]
@@ -84,7 +85,8 @@ def test_backward_is_the_textbooks_gradient(case: Case) -> None:
 
 def _accuracy(case: Case, device: str) -> None:
     program = resolve("aligned", device, torch.bfloat16)
-    args, wide = case.make(1, device, torch.bfloat16), promoted(case.make(1, "cpu", torch.bfloat16))
+    args = case.make(1, device, torch.bfloat16)
+    wide = promoted(case.make(1, "cpu", torch.bfloat16))
     exact = tensors(Trial(case, FLOAT64, wide, TEXTBOOK).call())
     for (name, found), (_, value) in zip(tensors(Trial(case, program, args).call()), exact, strict=True):
         assert relative_error(found.cpu(), value) <= (FP32_BOUND if found.dtype == torch.float32 else BF16_BOUND), name
@@ -169,7 +171,8 @@ def test_gradients_of_saturated_gates(a: float, b: float) -> None:
     def of(op: Any, args: dict[str, Tensor]) -> dict[str, Tensor]:
         return gradients(lambda given: op(*given.values(), program=ALIGNED), args, list(args))[1]
 
-    found, wanted = of(ops.delta_gate, args), of(_gate, {name: x.double() for name, x in args.items()})
+    found = of(ops.delta_gate, args)
+    wanted = of(_gate, {name: x.double() for name, x in args.items()})
     moved = of(_gate, {name: x.double() + (1 if name in rows else 0) for name, x in args.items()})
     for name, bound in {"a": BF16_BOUND, "b": BF16_BOUND, "a_log": FP32_BOUND, "dt_bias": FP32_BOUND}.items():
         assert relative_error(found[name], wanted[name]) < bound, name
@@ -212,7 +215,8 @@ def test_output_gate_saturates(gate: float) -> None:
 
 @pytest.mark.parametrize("gate", [-80.0, 0.0, 80.0, 300.0])
 def test_gated_norm_saturates(gate: float) -> None:
-    x, weight = torch.randn(5, 2, 16).bfloat16().requires_grad_(), torch.ones(16)
+    x = torch.randn(5, 2, 16).bfloat16().requires_grad_()
+    weight = torch.ones(16)
     z = torch.full((5, 2, 16), gate).bfloat16().requires_grad_()
     out = ops.gated_rms_norm(x, z, weight, 1e-6, program=ALIGNED)
     assert out.isfinite().all() and (gate > 0) == bool(out.abs().max() > 1)
@@ -239,7 +243,8 @@ def test_fp32_vectors_are_not_rounded() -> None:
     assert_same_bytes(exact, ops.delta_gate(rows.float(), rows.float(), *vectors, program=FP32))
     with pytest.raises(LawBroken):
         assert_same_bytes(ops.delta_gate(rows, rows, *(v.bfloat16().float() for v in vectors), program=ALIGNED), exact)
-    x, weight = torch.randn(3, 2, 64).bfloat16(), 1 + 2**-9 * torch.ones(64)
+    x = torch.randn(3, 2, 64).bfloat16()
+    weight = 1 + 2**-9 * torch.ones(64)
     normed = [ops.gated_rms_norm(x, x, w, 1e-6, program=ALIGNED) for w in (weight, torch.ones(64))]
     with pytest.raises(LawBroken):
         assert_same_bytes(*normed)
@@ -252,10 +257,13 @@ def test_rows_of_a_fused_projection() -> None:
     """Heads that are columns of a wider row: strided views give what copies give."""
     row = torch.randn(11, 3 * 64 + 8).bfloat16()
     heads = row[:, 64:128].unflatten(1, (4, 16))
-    gates, a, b = row[:, 128:192].unflatten(1, (4, 16)), row[:, 192:196], row[:, 196:200]
+    gates = row[:, 128:192].unflatten(1, (4, 16))
+    a = row[:, 192:196]
+    b = row[:, 196:200]
     weight = torch.randn(64, 4).bfloat16()
     vectors = torch.randn(2, 4)
-    packed, rows = PackedDelta(), Rows.packed(torch.tensor([0, 5, 11]))
+    packed = PackedDelta()
+    rows = Rows.packed(torch.tensor([0, 5, 11]))
     for call in (
         lambda f: ops.l2_norm(f(heads), program=ALIGNED),
         lambda f: ops.gated_rms_norm(f(heads), f(gates), vectors[0].repeat(4), 1e-6, program=ALIGNED),
@@ -273,7 +281,8 @@ def test_rows_of_a_fused_projection() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 64, 68, 69])
 def test_a_rank_goes_on_from_carried_rows(cut: int) -> None:
     """Context parallelism: three rows before a part are handed on, and their gradient is handed back."""
-    x, weight = torch.randn(70, 8).bfloat16().requires_grad_(), torch.randn(8, 4).bfloat16().requires_grad_()
+    x = torch.randn(70, 8).bfloat16().requires_grad_()
+    weight = torch.randn(8, 4).bfloat16().requires_grad_()
     whole = ops.causal_conv(x, weight, PackedDelta(), Rows.packed(torch.tensor([0, 70])), program=ALIGNED)
     before = torch.cat([torch.zeros(3, 8).bfloat16(), x[:cut]])[-3:][None]
     part = ops.causal_conv(x[cut:], weight, PackedDelta(carry_NWC=before), Rows.packed(torch.tensor([0, 70 - cut])), program=ALIGNED)
@@ -290,7 +299,9 @@ def test_a_rank_goes_on_from_carried_rows(cut: int) -> None:
 
 
 def test_slots_advance_and_neighbours_stay() -> None:
-    x, weight, pool = torch.randn(6, 8).bfloat16(), torch.randn(8, 4).bfloat16(), torch.randn(5, 3, 8).bfloat16()
+    x = torch.randn(6, 8).bfloat16()
+    weight = torch.randn(8, 4).bfloat16()
+    pool = torch.randn(5, 3, 8).bfloat16()
     before = pool.clone()
     carry = ConvCarry(pool, torch.tensor([4, 2]))
     out = ops.causal_conv(x, weight, carry, Rows.pushed([5, 1], [9, 3], "cpu"), program=ALIGNED)
@@ -313,7 +324,8 @@ zeros = torch.zeros
 
 def _conv_of(history: PackedDelta | ConvCarry, rows: int = 5) -> Tensor:
     """Two sequences of 8 channels, 5 rows in all."""
-    x, weight = zeros(rows, 8, dtype=torch.bfloat16), zeros(8, 4, dtype=torch.bfloat16)
+    x = zeros(rows, 8, dtype=torch.bfloat16)
+    weight = zeros(8, 4, dtype=torch.bfloat16)
     return ops.causal_conv(x, weight, history, Rows.pushed([2, 3], [4, 4], "cpu"), program=ALIGNED)
 
 

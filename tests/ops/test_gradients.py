@@ -82,7 +82,8 @@ def test_bf16_backward_errs_by_its_roundings_only(case: Case) -> None:
     _, exact = gradients(Trial(case, FLOAT64, wide).call, wide, case.gradients)
     for name, gradient in found.items():
         assert gradient.dtype == args[name].dtype
-        error, bound = relative_error(gradient, exact[name]), BF16_BOUND.get(case.op, ROUNDED_ONCE)
+        error = relative_error(gradient, exact[name])
+        bound = BF16_BOUND.get(case.op, ROUNDED_ONCE)
         assert error <= bound, f"{name}: {error:.1e} > {bound:.1e}"
 
 
@@ -91,7 +92,8 @@ def test_bf16_backward_errs_by_its_roundings_only(case: Case) -> None:
 def test_cuda_backward_errs_by_its_roundings_only(case: Case) -> None:
     """The CUDA kernels against the float64 reference on the CPU. FA4's backward rounds its probabilities too: once more."""
     cuda = resolve("aligned", "cuda", torch.bfloat16)
-    wide, args = promoted(case.make(2, "cpu", torch.bfloat16)), case.make(2, "cuda", torch.bfloat16)
+    wide = promoted(case.make(2, "cpu", torch.bfloat16))
+    args = case.make(2, "cuda", torch.bfloat16)
     _, found = gradients(Trial(case, cuda, args).call, args, case.gradients)
     _, exact = gradients(Trial(case, FLOAT64, wide).call, wide, case.gradients)
     for name in found:
@@ -103,7 +105,8 @@ def test_cuda_backward_errs_by_its_roundings_only(case: Case) -> None:
 def _along_a_direction(case: Case, factor: float = 1.0) -> float:
     """|slope by finite differences - gradient . direction| over the gradient's size, for a fixed sum of the outputs."""
     args = case.make(6, "cpu", torch.float64)
-    generator, upstream = torch.Generator().manual_seed(7), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(7)
+    upstream = torch.Generator().manual_seed(0)
     outputs, found = gradients(Trial(case, FLOAT64, args).call, args, case.gradients)
     # each number moves in proportion to itself, so that one step suits all of a wide range
     direction = {name: args[name] * torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in found.items()}
@@ -116,7 +119,8 @@ def _along_a_direction(case: Case, factor: float = 1.0) -> float:
         values = tensors(Trial(case, FLOAT64, moved).call())
         return sum(float((values[i][1] * w).sum()) for i, w in zip(live, weights, strict=True))
 
-    slope, step = sum(float((found[name] * d).sum()) for name, d in direction.items()), 1e-5
+    slope = sum(float((found[name] * d).sum()) for name, d in direction.items())
+    step = 1e-5
     size = sum(float((found[name] * d).square().sum()) for name, d in direction.items()) ** 0.5
     return abs((loss(step) - loss(-step)) / (2 * step) - factor * slope) / size
 
@@ -244,7 +248,8 @@ def test_only_what_asks_gets_a_gradient() -> None:
         case = CASES[op, {"linear": "odd", "log_prob": "a group"}[op]]
         args = case.make(5, "cpu", torch.bfloat16)
         call = Trial(case, ALIGNED, args).call
-        both, alone = gradients(call, args, case.gradients)[1], gradients(call, args, (kept,))[1]
+        both = gradients(call, args, case.gradients)[1]
+        alone = gradients(call, args, (kept,))[1]
         assert torch.equal(both[kept], alone[kept])
 
 
@@ -254,7 +259,8 @@ def test_paged_keys_carry_no_gradient() -> None:
     from zoo.common.ops import attention
     from zoo.common.rows import Rows
 
-    pages, table = torch.randn(2, 16, 1, 8).bfloat16(), torch.tensor([[1]], dtype=torch.int32)
+    pages = torch.randn(2, 16, 1, 8).bfloat16()
+    table = torch.tensor([[1]], dtype=torch.int32)
     q = torch.randn(3, 1, 8).bfloat16().requires_grad_()
     out = attention(q, KeyValues(pages, pages, table), Rows.pushed([3], None, "cpu"), 1.0, program=ALIGNED)
     with pytest.raises(Exception, match=r"\S"):

@@ -35,7 +35,8 @@ from zoo.testing import as_integers, ulp_distance
 
 pytestmark = pytest.mark.gpu
 ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 128, 129, 300, 4096)
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 # N, K, k_parts
 LINEAR = [(6144, 4096, 1), (4096, 12288, 1), (24576, 4096, 1), (576, 6144, 1), (2048, 768, 1), (128, 2048, 1), (128, 2048, 4)]
 LINEAR += [(100, 1000, 1), (24, 768, 3)]
@@ -65,7 +66,8 @@ def row_law(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
 @pytest.mark.parametrize(("columns", "depth", "parts"), LINEAR)
 @pytest.mark.parametrize("out", [BF16, FP32], ids=str)
 def test_linear_rows(columns: int, depth: int, parts: int, out: torch.dtype) -> None:
-    wide, w = made(4096, depth + 64), made(columns, depth, scale=depth**-0.5, seed=1)
+    wide = made(4096, depth + 64)
+    w = made(columns, depth, scale=depth**-0.5, seed=1)
     x = wide[:, :depth]
     row_law(lambda x: linear_kernels.linear_triton(x, w, out, parts), x)
     exact = x[:64].double() @ w.double().T
@@ -77,7 +79,8 @@ def test_linear_rows(columns: int, depth: int, parts: int, out: torch.dtype) -> 
 @pytest.mark.parametrize(("columns", "depth"), [(n, k) for n, k, parts in LINEAR if parts == 1 and n % 8 == 0 and k % 8 == 0])
 @pytest.mark.parametrize("out", [BF16, FP32], ids=str)
 def test_deepgemm_gives_tritons_bytes(columns: int, depth: int, out: torch.dtype) -> None:
-    x, w = made(4096, depth), made(columns, depth, scale=depth**-0.5, seed=1)
+    x = made(4096, depth)
+    w = made(columns, depth, scale=depth**-0.5, seed=1)
     for rows in (0, *ROWS):
         got, wanted = (f(x[:rows], w, out, 1) for f in (linear_kernels.linear_deepgemm, linear_kernels.linear_triton))
         assert same(got, wanted), f"{rows} rows"
@@ -89,11 +92,15 @@ def test_deepgemm_gives_tritons_bytes(columns: int, depth: int, out: torch.dtype
 @pytest.mark.parametrize("width", [64, 100, 2560, 4096, 7168, 16384])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(width: int, offset: float) -> None:
-    x, residual, weight = made(4096, width), made(4096, width, seed=1), made(width, seed=2)
+    x = made(4096, width)
+    residual = made(4096, width, seed=1)
+    weight = made(width, seed=2)
     row_law(lambda x: norm_kernels.rms_norm(x, None, weight, 1e-6, offset)[0], x)
     for added in (None, residual):
         args = (x, added, weight, 1e-6, offset)
-        got, split, wanted = norm_kernels.rms_norm(*args), norm_kernels.rms_norm_split(*args), norm_reference.rms_norm(*args)
+        got = norm_kernels.rms_norm(*args)
+        split = norm_kernels.rms_norm_split(*args)
+        wanted = norm_reference.rms_norm(*args)
         for g, w, s in zip(got, wanted, split, strict=True):
             assert same(g, w)
             assert same(s, w)
@@ -102,7 +109,10 @@ def test_rms_norm(width: int, offset: float) -> None:
 
 @pytest.mark.parametrize("shape", [(300, 4096), (300, 9, 128)], ids=str)
 def test_rms_norm_backward(shape: tuple[int, ...]) -> None:
-    total, grad, carried, weight = made(*shape), made(*shape, seed=1), made(*shape, seed=2), made(shape[-1], seed=3)
+    total = made(*shape)
+    grad = made(*shape, seed=1)
+    carried = made(*shape, seed=2)
+    weight = made(shape[-1], seed=3)
     args = (grad, carried, total, weight, 1e-6, 0.0)
     got, again = (norm_kernels.rms_norm_backward(*args) for _ in range(2))
     wanted = norm_reference.rms_norm_backward(*args)
@@ -114,8 +124,10 @@ def test_rms_norm_backward(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128, 128), Heads(16, 4, 256, 512), Heads(5, 1, 64, 64)], ids=str)
 @pytest.mark.parametrize("share", [1, 4])
 def test_norm_rope_is_the_composition(heads: Heads, share: int) -> None:
-    qkv, weights = made(4096, heads.columns), (made(heads.width, seed=1), made(heads.width, seed=2))
-    table, positions = rope_table(4096, heads.width // share, 1e6).cuda(), torch.arange(4096, device="cuda")
+    qkv = made(4096, heads.columns)
+    weights = (made(heads.width, seed=1), made(heads.width, seed=2))
+    table = rope_table(4096, heads.width // share, 1e6).cuda()
+    positions = torch.arange(4096, device="cuda")
     fused = norm_rope_kernels.norm_rope(qkv, *weights, table, positions, heads, 1e-6, 0.0)
     swapped = norm_rope_kernels.norm_rope(qkv, *reversed(weights), table, positions, heads, 1e-6, 0.0)
     for got, wrong, x, weight in zip(fused, swapped, split_heads(qkv, heads)[:2], weights, strict=True):
@@ -134,8 +146,10 @@ def test_norm_rope_is_the_composition(heads: Heads, share: int) -> None:
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rope(inverse: bool) -> None:
     x = made(4096, 9, 256)
-    x[:, :, ::3], x[:, :, 1::5] = 0.0, -0.0
-    table, positions = rope_table(4096, 64, 1e6).cuda(), torch.arange(4096, device="cuda") // 2
+    x[:, :, ::3] = 0.0
+    x[:, :, 1::5] = -0.0
+    table = rope_table(4096, 64, 1e6).cuda()
+    positions = torch.arange(4096, device="cuda") // 2
     wanted = rope_reference.rope(x, table, positions, inverse)
     assert same(rope_kernels.rope(x, table, positions, inverse), wanted)
     assert not same(rope_kernels.rope(x, table, positions, not inverse), wanted)
@@ -167,7 +181,8 @@ def test_route(experts: int, top_k: int, ties: bool) -> None:
 
 @pytest.mark.parametrize(("contributors", "shared"), [(8, False), (8, True), (6, False), (6, True), (1, False), (1, True), (16, True)])
 def test_combine(contributors: int, shared: bool) -> None:
-    slots, weights = made(4096, 8, 300), torch.rand(4096, 8, device="cuda")
+    slots = made(4096, 8, 300)
+    weights = torch.rand(4096, 8, device="cuda")
     chosen = torch.rand(4096, 128, device="cuda").argsort(1)[:, :8].contiguous()
     extra = made(4096, 300, seed=1) if shared else None
     slots[:8] = -(2.0**-133)  # leaves that round to -0: padding the tree with +0 would show
@@ -196,7 +211,8 @@ def test_combine(contributors: int, shared: bool) -> None:
 @pytest.mark.parametrize("width", [151936, 1000, 255])
 def test_log_prob(width: int) -> None:
     x = made(129, width, dtype=FP32, scale=4.0)
-    got, wanted = log_prob_kernels.group_stats(x, 256), log_prob_reference.group_stats(x, 256)
+    got = log_prob_kernels.group_stats(x, 256)
+    wanted = log_prob_reference.group_stats(x, 256)
     assert same(got[0], wanted[0])
     merged = log_prob_kernels.merge_groups(*got), log_prob_reference.merge_groups(*wanted)
     for g, w in zip((*got[1:], *merged[0]), (*wanted[1:], *merged[1]), strict=True):
@@ -204,6 +220,7 @@ def test_log_prob(width: int) -> None:
     for which in (0, 1):
         row_law(lambda x, which=which: log_prob_kernels.merge_groups(*log_prob_kernels.group_stats(x, 256))[which], x)
     lse, mean = log_prob_kernels.merge_groups(*got)
-    row, local = made(129, dtype=FP32, seed=1), torch.arange(129, device="cuda") * 3 - 5
+    row = made(129, dtype=FP32, seed=1)
+    local = torch.arange(129, device="cuda") * 3 - 5
     args = (x, lse, mean, local, row, row, row, None, FP32)
     torch.testing.assert_close(log_prob_kernels.logit_grad(*args), log_prob_reference.logit_grad(*args), rtol=1e-4, atol=1e-6)

@@ -27,9 +27,13 @@ from zoo.testing import Args, assert_same_bytes, gradients
 
 pytestmark = pytest.mark.gpu
 
-HEADS, WIDTH, VALUES, TOP_K = 64, 576, 512, 2048
+HEADS = 64
+WIDTH = 576
+VALUES = 512
+TOP_K = 2048
 SCALE = 256**-0.5
-INDEX_HEADS, INDEX_WIDTH = 32, 128
+INDEX_HEADS = 32
+INDEX_WIDTH = 128
 
 
 def program() -> Any:
@@ -46,7 +50,8 @@ def quarters(seed: int, *shape: int) -> Tensor:
 
 
 def far(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found = found.detach().double()
+    wanted = wanted.detach().double()
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
@@ -72,7 +77,9 @@ def paged(latent_RC: Tensor, index_RE: Tensor, pages: int, page: int = 64, sprea
 
 def index_operands(rows: int, exact: bool, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     draw = quarters if exact else floats
-    q, weights, keys = draw(seed, rows, INDEX_HEADS, INDEX_WIDTH), draw(seed + 1, rows, INDEX_HEADS), draw(seed + 2, rows, INDEX_WIDTH)
+    q = draw(seed, rows, INDEX_HEADS, INDEX_WIDTH)
+    weights = draw(seed + 1, rows, INDEX_HEADS)
+    keys = draw(seed + 2, rows, INDEX_WIDTH)
     return q, weights, keys
 
 
@@ -80,7 +87,8 @@ def index_operands(rows: int, exact: bool, seed: int = 0) -> tuple[Tensor, Tenso
 def test_select_is_the_reference_where_scores_are_exact(lengths: tuple[int, ...], top_k: int) -> None:
     """Integers, equal scores among them; also with NaN weights and infinite keys."""
     q, weights, keys = index_operands(sum(lengths), exact=True)
-    weights[4], keys[3, 0] = torch.nan, torch.inf
+    weights[4] = torch.nan
+    keys[3, 0] = torch.inf
     found = select_kernels.select(q, weights, keys, None, packed(*lengths), top_k)
     at = Rows.packed(torch.tensor([0, *lengths]).cumsum(0))
     some = slice(0, 130) if sum(lengths) < 2000 else slice(2040, 2100)
@@ -184,10 +192,13 @@ def test_attention_launches_move_no_byte(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("what", ["latent", "index"])
 def test_memory_beyond_two_billion_elements(what: str) -> None:
     """A layer's rows in its last pages, behind 2^31 elements (4 GB), against a small memory; nothing is written elsewhere."""
-    count, width = 2200, WIDTH if what == "latent" else INDEX_WIDTH
-    latent, positions = floats(1, count, width), lists([count], TOP_K, 0).cuda()
+    count = 2200
+    width = WIDTH if what == "latent" else INDEX_WIDTH
+    latent = floats(1, count, width)
+    positions = lists([count], TOP_K, 0).cuda()
     rows = Rows.pushed([1, 1], [count - 1, 70], "cuda")
-    q, weights = floats(2, 2, HEADS, width), floats(3, 2, HEADS)
+    q = floats(2, 2, HEADS, width)
+    weights = floats(3, 2, HEADS)
 
     def run(pages: int) -> tuple[Tensor, Tensor]:
         pool = torch.zeros(pages, 64, width, dtype=torch.bfloat16, device="cuda")
@@ -200,14 +211,16 @@ def test_memory_beyond_two_billion_elements(what: str) -> None:
             return pool[pages - 1], select_kernels.select(q, weights, pool, wide, rows, TOP_K)
         return pool[pages - 1], attention_kernels.sparse_attention(q, pool, wide, positions[rows.positions_R], rows, VALUES, SCALE)[0]
 
-    wanted, found = run(60), run(2**31 // (64 * width) + 60)
+    wanted = run(60)
+    found = run(2**31 // (64 * width) + 60)
     assert_same_bytes(found, wanted)
 
 
 @pytest.mark.parametrize(("columns", "depth", "transposed"), [(512, 192, True), (256, 512, False), (70, 65, False), (33, 40, True)])
 def test_head_linear_is_linear_head_by_head(columns: int, depth: int, transposed: bool) -> None:
     """At every row count that changes the tile, and for a subset of rows."""
-    heads, x = 4, floats(1, 700, 4, depth + 8)[..., 8:]
+    heads = 4
+    x = floats(1, 700, 4, depth + 8)[..., 8:]
     weight = floats(2, heads, *((depth, columns) if transposed else (columns, depth)), scale=depth**-0.5)
     weight = weight.transpose(1, 2) if transposed else weight
     wanted = torch.stack([linear_triton(x[:, h].contiguous(), weight[h].contiguous(), x.dtype, 1) for h in range(heads)], 1)
@@ -250,7 +263,9 @@ def test_biased_route_is_the_reference(choice: Choice, biased: bool) -> None:
 
 
 def test_layer_norm_is_the_reference() -> None:
-    x, weight, bias = floats(1, 4096, 160)[:, :128] * 3 + 1, floats(2, 128), floats(3, 128)
+    x = floats(1, 4096, 160)[:, :128] * 3 + 1
+    weight = floats(2, 128)
+    bias = floats(3, 128)
     found = ops.layer_norm(x, weight, bias, 1e-6, program=program())
     wanted = norm_reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-6)
     assert far(found, wanted) < 2**-8 < far(found, wanted + 0.1)
@@ -259,7 +274,9 @@ def test_layer_norm_is_the_reference() -> None:
 
 def test_graph_replay_equals_eager() -> None:
     """A layer's memory, choice and attention of three sequences and one of padding, captured once and replayed at other places."""
-    lengths, batch, blocks = [2050, 40, 2200], 4, 40
+    lengths = [2050, 40, 2200]
+    batch = 4
+    blocks = 40
     q, latent, _ = attention_operands(2300)
     iq, weights, keys = index_operands(2300, exact=False)
     eager, graphed = (latent_memory([True], 1 + 3 * blocks, 64, WIDTH, INDEX_WIDTH, torch.bfloat16, "cuda") for _ in range(2))
@@ -314,16 +331,21 @@ def test_graph_replay_equals_eager() -> None:
 @pytest.mark.parametrize("lengths", [(1,), (65, 130, 2), (300,)])
 def test_attention_gradients_against_float64(lengths: tuple[int, ...]) -> None:
     """Twice the same bytes; a latent row's gradient as key and as value."""
-    heads, width, values, top_k = 8, 576, 512, 100
+    heads = 8
+    width = 576
+    values = 512
+    top_k = 100
     rows = sum(lengths)
     args = {"q": floats(1, rows, heads, width), "latent": floats(2, rows, width)}
-    positions, at = lists(list(lengths), top_k, 5).cuda(), packed(*lengths)
+    positions = lists(list(lengths), top_k, 5).cuda()
+    at = packed(*lengths)
 
     def call(a: Args) -> Tensor:
         return ops.sparse_attention(a["q"], TokenRows(a["latent"]), positions, at, values, SCALE, program=program())
 
     def plain(a: Args) -> Tensor:
-        parts, begin = [], 0
+        parts = []
+        begin = 0
         for length in lengths:
             some = slice(begin, begin + length)
             parts.append(dense(a["q"][some], a["latent"][some], positions[some], values))

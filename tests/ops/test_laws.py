@@ -29,7 +29,8 @@ from zoo.testing import (
     ulp_distance,
 )
 
-ALIGNED, FLOAT32 = resolve("aligned", "cpu", torch.bfloat16), resolve("transformers", "cpu", torch.float32)
+ALIGNED = resolve("aligned", "cpu", torch.bfloat16)
+FLOAT32 = resolve("transformers", "cpu", torch.float32)
 CLAIMS = [(name, law) for name, contract in sorted(CONTRACTS.items()) for law in contract.laws]
 
 
@@ -98,7 +99,8 @@ def test_attention_in_short_segments(segment: int, law: str) -> None:
 
 def test_segments_are_another_arithmetic() -> None:
     """The control of the test above: segments move bytes, so they did run."""
-    one_pass, case = replace(ALIGNED, key_segments=()), next(c for c in cases_of("attention", ALIGNED) if c.name == "edges")
+    one_pass = replace(ALIGNED, key_segments=())
+    case = next(c for c in cases_of("attention", ALIGNED) if c.name == "edges")
     args = case.make(0, "cpu", torch.bfloat16)
     with pytest.raises(LawBroken):
         assert_same_bytes(Trial(case, ALIGNED, args).call(), Trial(case, one_pass, args).call())
@@ -133,7 +135,8 @@ def _bf16(*bits: int) -> torch.Tensor:
 
 
 def test_same_bytes_sees_every_bit() -> None:
-    nan, other_nan = _bf16(0x7FC0), _bf16(0x7FC1)
+    nan = _bf16(0x7FC0)
+    other_nan = _bf16(0x7FC1)
     assert_same_bytes(nan, nan.clone())
     with pytest.raises(LawBroken, match="0x7fc0.*0x7fc1.*not finite"):
         assert_same_bytes(nan, other_nan)
@@ -153,7 +156,8 @@ def test_same_bytes_sees_every_bit() -> None:
 
 
 def test_ulp_distance_crosses_zero() -> None:
-    a, b = torch.tensor([1.0, -1e-45, torch.inf]), torch.tensor([1.0 + 2**-23, 1e-45, 1.0])
+    a = torch.tensor([1.0, -1e-45, torch.inf])
+    b = torch.tensor([1.0 + 2**-23, 1e-45, 1.0])
     assert ulp_distance(a, b).tolist() == [1, 2, -1]
     assert as_integers(torch.tensor([True])).tolist() == [1]
 

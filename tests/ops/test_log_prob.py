@@ -24,9 +24,11 @@ PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
 
 
 def operands(rows: int, vocabulary: int, width: int = 8, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight = torch.randn(rows, width), torch.randn(vocabulary, width)
+    hidden = torch.randn(rows, width)
+    weight = torch.randn(vocabulary, width)
     targets = torch.randint(vocabulary, (rows,))
-    targets[0], targets[-1] = 0, vocabulary - 1
+    targets[0] = 0
+    targets[-1] = vocabulary - 1
     return hidden.bfloat16().to(device), weight.bfloat16().to(device), targets.to(device)
 
 
@@ -62,7 +64,8 @@ def test_chunks_give_the_bytes_of_the_whole_on_a_gpu(
 
 def test_few_rows_hold_all_logits_and_more_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row law over the bound, here a smaller one, and what each side of it holds."""
-    vocabulary, rows = 3 * VOCABULARY_CHUNK, 65
+    vocabulary = 3 * VOCABULARY_CHUNK
+    rows = 65
     monkeypatch.setattr(MODULE, "WHOLE_LOGITS", (rows - 1) * vocabulary)
     args = operands(rows, vocabulary, 2)
     with Largest() as more:
@@ -71,7 +74,8 @@ def test_few_rows_hold_all_logits_and_more_a_chunk(monkeypatch: pytest.MonkeyPat
     with Largest() as few:
         head = score((args[0][:5], args[1], args[2][:5]), PROGRAM, None)
     assert few.numel >= 5 * vocabulary
-    found, columns = [head.log_prob_R, head.lse_R, head.entropy_R], (scores.log_prob_R, scores.lse_R, scores.entropy_R)
+    found = [head.log_prob_R, head.lse_R, head.entropy_R]
+    columns = (scores.log_prob_R, scores.lse_R, scores.entropy_R)
     assert_same_bytes(found, [t[:5].clone() for t in columns])
     with pytest.raises(LawBroken):  # the control: the rows behind them
         assert_same_bytes(found, [t[5:10].clone() for t in columns])
@@ -80,7 +84,10 @@ def test_few_rows_hold_all_logits_and_more_a_chunk(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("scaled", [False, True])
 def test_many_rows_never_hold_all_logits(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with smaller chunks of rows and columns than the real ones; the tail of the rows takes all columns."""
-    rows, columns, count, vocabulary = 128, 512, 3 * 128 + 3, 3000
+    rows = 128
+    columns = 512
+    count = 3 * 128 + 3
+    vocabulary = 3000
     monkeypatch.setattr(MODULE, "WHOLE_LOGITS", rows * columns)
     for module in (MODULE, BACKWARD):
         monkeypatch.setattr(module, "ROW_CHUNK", rows)
@@ -127,7 +134,8 @@ def _stats(functions: Any, logits: Tensor, targets: Tensor, columns: int, group:
 def check_chunk_stats(functions: Any) -> None:
     logits = torch.randn(5, 1003) * 4
     targets = torch.tensor([0, 511, 512, 1002, -100])
-    logits[1, 511], logits[2, 512] = -0.0, torch.nan
+    logits[1, 511] = -0.0
+    logits[2, 512] = torch.nan
     whole = functions.group_stats(logits, 256)
     for columns in (256, 512, 1024):
         stats, selected = _stats(functions, logits, targets, columns, 256)

@@ -31,7 +31,8 @@ def documents(draw: st.DrawFn) -> tuple[list[int], Case]:
 @st.composite
 def schedules(draw: st.DrawFn, lengths: list[int]) -> Plan:
     """Each step pushes some rows of some sequences, until all are in."""
-    left, steps = list(lengths), []
+    left = list(lengths)
+    steps = []
     while any(left):
         step = tuple(draw(st.integers(0, n)) if n > 3 else n for n in left)
         if any(step):

@@ -77,7 +77,9 @@ def test_another_dtype_is_refused_by_name(op: str) -> None:
 
 
 def test_the_others_are_refused_too() -> None:
-    hidden, weight, ids = torch.zeros(2, 4).bfloat16(), torch.zeros(8, 4).bfloat16(), torch.zeros(2, dtype=torch.int64)
+    hidden = torch.zeros(2, 4).bfloat16()
+    weight = torch.zeros(8, 4).bfloat16()
+    ids = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"log_prob: lse_R is torch.bfloat16, program 'aligned' reads torch.float32"):
         ops.top_log_prob(hidden, weight, torch.zeros(2).bfloat16(), 1, program=ALIGNED)
     with pytest.raises(ValueError, match=r"log_prob: ids_K is torch.float32, program 'aligned' reads torch.int64 or torch.int32"):
@@ -90,7 +92,8 @@ def test_the_others_are_refused_too() -> None:
             ops.score_filtered(*given, greedy, ALIGNED)
     with pytest.raises(ValueError, match=r"sample: targets_R is torch.float32, program 'aligned' reads torch.int64 or torch.int32"):
         ops.score_filtered(hidden, weight, ids.float(), greedy, ALIGNED)
-    heads, gate = torch.zeros(2, 1, 16).bfloat16(), torch.zeros(2, 1)
+    heads = torch.zeros(2, 1, 16).bfloat16()
+    gate = torch.zeros(2, 1)
     with pytest.raises(ValueError, match=r"gated_delta: initial_NVKE is torch.bfloat16, program 'aligned' reads torch.float32"):
         rows = Rows.pushed([2], None, "cpu")
         ops.gated_delta_states(heads, heads, heads, gate, gate, torch.zeros(1, 1, 16, 16).bfloat16(), rows, program=ALIGNED)

@@ -65,7 +65,8 @@ def test_reference_is_the_textbook(case: Case) -> None:
 
 
 def _accuracy(case: Case, device: str) -> None:
-    args, program = case.make(1, device, torch.bfloat16), resolve("aligned", device, torch.bfloat16)
+    args = case.make(1, device, torch.bfloat16)
+    program = resolve("aligned", device, torch.bfloat16)
     wide = promoted(case.make(1, "cpu", torch.bfloat16))
     exact = tensors(Trial(case, FLOAT64, wide, TEXTBOOK).call())
     for (name, found), (_, value) in zip(tensors(Trial(case, program, args).call()), exact, strict=True):
@@ -90,7 +91,8 @@ def test_a_tensor_core_errs_more_than_a_chain(name: str, seen: float) -> None:
     """Why CUDA's products have a limit of their own: the model of one gives the error seen on an H200, to a percent."""
     case = next(c for c in cases_of("linear", ALIGNED) if c.name == name)
     args = case.make(1, "cpu", torch.bfloat16)
-    x, weight = args["x_RK"].double(), args["weight_NK"].double()
+    x = args["x_RK"].double()
+    weight = args["weight_NK"].double()
     error = relative_error(tensor_core_product(x, weight), x @ weight.T)
     limit = _limit(case, args, "cuda", torch.float32)
     assert abs(error - seen) < 0.01 * seen and FP32_BOUND == _limit(case, args, "cpu", torch.float32) < error < limit / 3
@@ -162,7 +164,8 @@ def test_combine_rounds_each_leaf_and_only_then_the_row() -> None:
 
 
 def test_add_rms_norm_norms_the_rounded_sum() -> None:
-    x, residual = torch.full((1, 4), 1.0).bfloat16(), torch.tensor([[2.0**-9, 0, 0, 0]]).bfloat16()
+    x = torch.full((1, 4), 1.0).bfloat16()
+    residual = torch.tensor([[2.0**-9, 0, 0, 0]]).bfloat16()
     normed, total = ops.add_rms_norm(x, residual, torch.ones(4).bfloat16(), 0.0, program=ALIGNED)
     assert_same_bytes(total, x)
     assert_same_bytes(normed, x)
@@ -188,7 +191,8 @@ def test_biased_route_of_scores_that_vanish() -> None:
 
 def test_log_prob_is_at_most_zero_and_masks() -> None:
     logits = torch.full((2, 300), -torch.inf)
-    logits[0, 7], logits[1, 299] = 5.0, -3e38
+    logits[0, 7] = 5.0
+    logits[1, 299] = -3e38
     scores = ops.log_prob_of_logits(logits, torch.tensor([7, 298]), program=ALIGNED)
     assert scores.log_prob_R.tolist() == [0.0, -math.inf]
     assert scores.entropy_R is not None and scores.entropy_R.tolist() == [0.0, 0.0]
@@ -257,7 +261,8 @@ def _nearest_table(positions: int, frequency_C: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("rotated", "theta"), [(128, 1e6), (64, 1e7)])
 def test_rope_tables_are_rounded_correctly_on_any_number_of_threads(rotated: int, theta: float) -> None:
-    frequency, before = _frequencies(rotated, theta), torch.get_num_threads()
+    frequency = _frequencies(rotated, theta)
+    before = torch.get_num_threads()
     expected = _nearest_table(4096, frequency)
     try:
         for threads in (1, 2, 3, 8):
@@ -294,7 +299,8 @@ def test_rope_keeps_what_it_does_not_rotate() -> None:
 
 
 def test_merge_of_an_empty_part_changes_nothing() -> None:
-    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    out = torch.randn(2, 3, 4)
+    lse = torch.randn(2, 3)
     assert_same_bytes(merge(out, lse, torch.zeros_like(out), torch.full_like(lse, -torch.inf)), (out, lse))
 
 
@@ -304,7 +310,9 @@ def test_experts_backward_adds_slots_in_slot_order() -> None:
     generator = torch.Generator().manual_seed(0)
     args = case.make(0, "cpu", torch.float32)
     weights = [torch.randn(8, *args[name].shape[1:], generator=generator) for name in ("gate_up_X2FD", "down_XDF")]
-    x, chosen, grad = args["x_RD"][:1], torch.arange(8)[None], torch.randn(1, 8, 33, generator=generator)
+    x = args["x_RD"][:1]
+    chosen = torch.arange(8)[None]
+    grad = torch.randn(1, 8, 33, generator=generator)
     each = [experts_backward(grad[:, slot : slot + 1], x, chosen[:, slot : slot + 1], *weights)[0] for slot in range(8)]
     in_order = each[0]
     for part in each[1:]:
@@ -314,7 +322,8 @@ def test_experts_backward_adds_slots_in_slot_order() -> None:
         assert_same_bytes(pair_tree(torch.stack(each, -1)), in_order, "the control: another order of the same slots")
 
 
-IDS, zeros = torch.zeros(2, dtype=torch.int64), torch.zeros
+IDS = torch.zeros(2, dtype=torch.int64)
+zeros = torch.zeros
 
 
 def _keys(heads: int) -> KeyValues:

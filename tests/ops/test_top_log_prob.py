@@ -21,7 +21,8 @@ PROGRAM = resolve("aligned", "cpu", torch.bfloat16)
 
 
 def operands(rows: int, vocabulary: int, width: int = 16, ties: bool = False) -> tuple[Tensor, Tensor]:
-    hidden, weight = torch.randn(rows, width), torch.randn(vocabulary, width)
+    hidden = torch.randn(rows, width)
+    weight = torch.randn(vocabulary, width)
     return (hidden.round().bfloat16(), weight.round().bfloat16()) if ties else (hidden.bfloat16(), weight.bfloat16())
 
 
@@ -63,7 +64,8 @@ def test_bytes_are_those_of_log_prob(scaled: bool) -> None:
 
 
 def test_both_zeros_are_one_logit() -> None:
-    hidden, weight = torch.tensor([[1.0, 0.0]]).bfloat16(), torch.tensor([[-0.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]).bfloat16()
+    hidden = torch.tensor([[1.0, 0.0]]).bfloat16()
+    weight = torch.tensor([[-0.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]).bfloat16()
     assert top(hidden, weight, 3)[0].tolist() == [[0, 1, 2]]
 
 

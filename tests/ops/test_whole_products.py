@@ -89,7 +89,8 @@ def test_every_op_that_multiplies_backwards_is_listed() -> None:
 
 def test_threads_leave_the_setting_as_the_first_found_it(asked: str) -> None:
     """Gradients of two GPUs run in two threads: neither may end the other's, nor take the other's setting for the user's."""
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     def other() -> None:
         with whole_products:
