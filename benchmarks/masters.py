@@ -145,7 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     gc.collect()
     contenders = {"BF16 parameters": bench.plain, "FP32 masters": bench.masters, "masters by hand": bench.by_hand}
     found = {name: bench.measure(make) for name, make in contenders.items()}
-    plain, ours = found["BF16 parameters"], found["FP32 masters"]
+    plain = found["BF16 parameters"]
+    ours = found["FP32 masters"]
     record.add(
         {
             "kind": "masters",

@@ -27,7 +27,9 @@ LIST = ROOT / "tests" / "slips.toml"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "out", "build")
 SECONDS = 120  # a slip whose tests take longer hangs them
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-PASSED, FAILED = 0, 1  # pytest's exit statuses that say something of the tests; the others say that they did not run
+# pytest's exit statuses that say something of the tests; the others say that they did not run
+PASSED = 0
+FAILED = 1
 
 
 @dataclass(frozen=True)

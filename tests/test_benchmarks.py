@@ -154,7 +154,8 @@ def test_latent_attention_of_one_document(name: str) -> None:
     torch.manual_seed(0)
     [work] = OPS[name](Place(torch.device("cpu"), ALIGNED, None, contexts=(20,), tiny=True), 257)
     work.law()
-    found, other = work.ours["aligned"](0), work.rivals["torch"](0)
+    found = work.ours["aligned"](0)
+    other = work.rivals["torch"](0)
     if name == "select":
         assert all(set(a[a >= 0].tolist()) <= set(b.tolist()) for a, b in zip(found[:4], other))
     else:
@@ -366,7 +367,8 @@ def test_the_float64_model_is_the_references_in_float64(arch: str) -> None:
     with ours.watch(lambda contract, arguments, result: seen.append(contract.name)):
         found = next_log_prob(float64_of(bench.source).logits(ids), ids)
     assert not seen and found.dtype == torch.float64, "torch alone"
-    model, bounds = widened(bench), torch.tensor([0, 150])
+    model = widened(bench)
+    bounds = torch.tensor([0, 150])
     wanted = model.score(ids, bounds)[:-1]
     assert wanted.dtype == torch.float64 and wanted.std() > 0.1
     assert (found - wanted).abs().max() < 2e-6
@@ -431,7 +433,8 @@ def test_accuracy_against_float64(arch: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_accuracy_of_a_rival_stands_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of("qwen3_moe", rival=ALIGNED)
-    whole, calls = models_accuracy.twin, []
+    whole = models_accuracy.twin
+    calls = []
 
     def second_spoiled(*given: Any) -> Any:
         calls.append(given)
@@ -450,7 +453,8 @@ def test_accuracy_of_a_rival_stands_beside_ours(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_rival_that_can_t_score_is_named_in_the_row_of_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of("qwen3", rival=ALIGNED)
-    whole, calls = models_accuracy.log_prob_of, []
+    whole = models_accuracy.log_prob_of
+    calls = []
 
     def fails(*given: Any) -> Any:
         calls.append(given)
@@ -501,14 +505,19 @@ def test_rivals_compute_what_our_ops_do() -> None:
     expected = ours.add_rms_norm(x, residual, weight, 1e-6, program=ALIGNED)
     for rival in (rivals.add_rms_norm, rivals.add_rms_norm_torch):
         torch.testing.assert_close(rival(x, residual, weight, 1e-6), expected)
-    qkv, gain, positions = torch.randn(5, 8 * 128).bfloat16(), torch.rand(128).bfloat16(), torch.randint(64, (5,))
+    qkv = torch.randn(5, 8 * 128).bfloat16()
+    gain = torch.rand(128).bfloat16()
+    positions = torch.randint(64, (5,))
     turn = ours.rope_table(64, 128, 1e6)
     expected = ours.norm_rope(qkv, gain, gain, turn, positions, heads=4, kv_heads=2, eps=1e-6, program=ALIGNED)
     torch.testing.assert_close(rivals.norm_rope(qkv, gain, gain, turn, positions, 4, 2, 1e-6), expected)
-    logits, gate_up = torch.randn(5, 16), torch.randn(5, 64).bfloat16()
+    logits = torch.randn(5, 16)
+    gate_up = torch.randn(5, 64).bfloat16()
     torch.testing.assert_close(rivals.route(logits, 4), ours.route(logits, 4, True, program=ALIGNED))
     torch.testing.assert_close(rivals.swiglu(gate_up), ours.swiglu(gate_up, program=ALIGNED), rtol=0.02, atol=0.02)
-    hidden, head, targets = torch.randn(5, 16), torch.randn(300, 16), torch.randint(300, (5,))
+    hidden = torch.randn(5, 16)
+    head = torch.randn(300, 16)
+    targets = torch.randint(300, (5,))
     scored = ours.log_prob(hidden.bfloat16(), head.bfloat16(), targets, program=ALIGNED).log_prob_R
     torch.testing.assert_close(rivals.log_prob(hidden.bfloat16(), head.bfloat16(), targets), scored, rtol=0.02, atol=0.05)
 
@@ -519,7 +528,10 @@ class FakeEngine:
     def __init__(self, short: int = 0, backend: str = "fa3") -> None:
         self.calls: list[tuple[int, int]] = []
         self.filters: list[float] = []
-        self.short, self.backend, self.folder, self.ended = short, backend, Path(), False
+        self.short = short
+        self.backend = backend
+        self.folder = Path()
+        self.ended = False
 
     def generate(self, input_ids: list[list[int]], sampling_params: dict[str, Any], return_logprob: bool) -> list[dict[str, Any]]:
         new = sampling_params["max_new_tokens"]
@@ -552,7 +564,11 @@ class FakeEntrant:
     """Ready once `settle` has looked `late` times; `speeds` are tokens/s, or ms, by label; a str fails."""
 
     def __init__(self, name: str, speeds: dict[str, float | str], late: int = 0, why: str = "", took: float = 10.0) -> None:
-        self.name, self.speeds, self.late, self.why, self.took = name, speeds, late, why, took
+        self.name = name
+        self.speeds = speeds
+        self.late = late
+        self.why = why
+        self.took = took
         self.ready: dict[str, Any] | None = {"ready": True, "start_s": 1.0}
         self.log: list[str] = []
         self.still = False
@@ -679,7 +695,9 @@ class Starting(FakeEntrant):
 
     def __init__(self, name: str, after: float, now: list[float], field: list[Starting]) -> None:
         super().__init__(name, dict(SPEEDS), took=4.0)
-        self.after, self.now, self.field = after, now, field
+        self.after = after
+        self.now = now
+        self.field = field
         field.append(self)
 
     @property

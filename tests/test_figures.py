@@ -51,7 +51,8 @@ def test_the_slow_ones_are_in_it() -> None:
 
 
 def test_the_bytes_of_the_idea_are_those_of_its_number() -> None:
-    number, octets = re.findall(r"= (-[\d.]+)<", idea()), re.findall(r">((?:[0-9a-f]{2} ){3}[0-9a-f]{2})<", idea())
+    number = re.findall(r"= (-[\d.]+)<", idea())
+    octets = re.findall(r">((?:[0-9a-f]{2} ){3}[0-9a-f]{2})<", idea())
     assert len(number) == len(octets) == 3 and len(set(octets)) == 1
     assert struct.pack(">f", float(number[0])).hex(" ") == octets[0]
 

@@ -24,7 +24,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_example_runs(example: str) -> None:
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
-    trainer, engine = names["trainer"], names["engine"]
+    trainer = names["trainer"]
+    engine = names["engine"]
     assert trainer.weights_version == engine.fingerprint().weights != names["done"].fingerprint.weights  # the step arrived
     assert len(names["done"].output_ids) > 1
     assert engine.fingerprint().realisation["weights_label"] == "step 1"

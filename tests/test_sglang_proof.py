@@ -188,7 +188,8 @@ def test_stand_in_a_pause_must_stop_tokens(monkeypatch: pytest.MonkeyPatch, obey
 
     class Engine:
         def __init__(self) -> None:
-            self.tokenizer_manager, self.running = self, asyncio.Event()
+            self.tokenizer_manager = self
+            self.running = asyncio.Event()
             self.running.set()
 
         async def async_generate(self, **_: Any) -> Any:
@@ -221,7 +222,8 @@ def test_stand_in_a_pause_must_stop_tokens(monkeypatch: pytest.MonkeyPatch, obey
 
 def test_requests_mix_lengths_and_every_filter() -> None:
     asked = phases.requests(64, 96, 1000, hybrid=False)
-    lengths, params = {len(ids) for ids, _ in asked}, [p for _, p in asked]
+    lengths = {len(ids) for ids, _ in asked}
+    params = [p for _, p in asked]
     assert min(lengths) == 1 and max(lengths) > 2000 and len(lengths) >= 10
     kinds = {frozenset(p) & {"top_p", "top_k", "min_p"} for p in params}
     assert {frozenset(), frozenset({"top_p"}), frozenset({"top_k"}), frozenset({"min_p"})} <= kinds
@@ -269,7 +271,8 @@ def test_what_can_t_be_served_is_one_sentence(
 
     monkeypatch.setattr(proof.subprocess, "run", began)
     monkeypatch.setattr(sglang, "_run", began)
-    gpus, found = [False], [None, object()]
+    gpus = [False]
+    found = [None, object()]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus[0])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0])
     assert "the SGLang plugin does not serve glm5 yet" in refused("glm5")

@@ -173,7 +173,8 @@ class Subject:
     @torch.no_grad()
     def padded(self) -> dict[str, str]:
         """A batch [B, T], padded on both sides."""
-        first, second = self.documents[0], self.documents[2]
+        first = self.documents[0]
+        second = self.documents[2]
         ids = torch.zeros(2, len(first) + 3, dtype=torch.int64, device=self.device)
         mask = torch.zeros_like(ids)
         for row, document, begin in ((0, first, 3), (1, second, 0)):
@@ -241,7 +242,8 @@ def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def chunked(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Pushes of all documents, of sizes that differ between documents and from push to push."""
-    plan, left = [], lengths
+    plan = []
+    left = lengths
     while any(left):
         plan.append(tuple(min(rows, CHUNKS[(len(plan) + 2 * n) % len(CHUNKS)]) for n, rows in enumerate(left)))
         left = tuple(rows - pushed for rows, pushed in zip(left, plan[-1], strict=True))
@@ -252,7 +254,9 @@ class Session:
     """Documents behind pages, every other one of them, and slots; `found` hashes what is seen by its kind."""
 
     def __init__(self, server: Any, documents: list[Tensor], page_size: int, device: str) -> None:
-        self.server, self.documents, self.device = server, documents, device
+        self.server = server
+        self.documents = documents
+        self.device = device
         needed = [-(-len(document) // page_size) for document in documents]
         self.memory = server.make_memory(2 * sum(needed) + 2, page_size, slots=len(documents) + 1)
         free = iter(range(2 * sum(needed), 0, -2))

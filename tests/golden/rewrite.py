@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     path = given.against or given.out or FOLDER / f"{given.device}.json"
     if given.against and not given.against.exists():
         parser.error(f"--against {given.against}: there is no such file")
-    stored, here = read(path), made_on(given.device)
+    stored = read(path)
+    here = made_on(given.device)
     if given.against and stored["made_on"] != here:
         parser.error(f"{path} was made on {stored['made_on']}, here is {here}: their bytes can't be compared")
     found = dict(collected(given.device))

@@ -53,7 +53,8 @@ def test_files_hold_every_case_and_no_other() -> None:
 
 
 def test_another_machine_is_skipped_with_both_names() -> None:
-    file, here = {"made_on": {"torch": "2.0", "cpu": "AVX2", "maker": "one"}}, {"torch": "2.1", "cpu": "NEON", "maker": "another"}
+    file = {"made_on": {"torch": "2.0", "cpu": "AVX2", "maker": "one"}}
+    here = {"torch": "2.1", "cpu": "NEON", "maker": "another"}
     with pytest.raises(pytest.skip.Exception, match=r"(?s)2\.0.*AVX2.*one.*2\.1.*NEON.*another"):
         stored_here([file], here)
     with pytest.raises(pytest.skip.Exception, match="no such device, here is .*H100"):

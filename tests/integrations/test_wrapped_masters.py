@@ -118,6 +118,7 @@ def test_a_method_that_fsdp2_does_not_know_is_refused_in_one_sentence(one_rank: 
 
 @pytest.fixture
 def accelerator() -> Iterator[Any]:
+    accelerate.state.AcceleratorState._reset_state(True)  # another test's, if a trainer made one: a process has one state
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")

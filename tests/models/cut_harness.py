@@ -41,7 +41,10 @@ def rows_of_kind(kind: str, rows: int, vocabulary: int, device: str = "cpu") -> 
     if kind == "rounded":
         x = (4 * x).bfloat16().float()
     if kind in ("special", "nan"):
-        x[:, ::7], x[:, 1::7], x[:, 2::7], x[:, 3::7] = -0.0, 0.0, -torch.inf, -300.0
+        x[:, ::7] = -0.0
+        x[:, 1::7] = 0.0
+        x[:, 2::7] = -torch.inf
+        x[:, 3::7] = -300.0
     if kind == "nan":
         x[:, 5::7] = torch.nan
     return {"normal": 4 * x, "flat": 0.04 * x, "wide": 400 * x}.get(kind, x)
@@ -65,7 +68,8 @@ def _masses_kernel(logits, lse_R, p_RV, mass_RV, width, BLOCK: tl.constexpr):
 def ranked(logits_RV: Tensor, lse_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logits, ids, probabilities, masses), each [R, V], by descending logit, lower id first; numbers as the kernels make them."""
     x = logits_RV.contiguous()
-    p, mass = torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)
+    p = torch.empty_like(x)
+    mass = torch.empty_like(x, dtype=torch.int64)
     _masses_kernel[(triton.cdiv(x.shape[1], 1024), x.shape[0])](x, lse_R, p, mass, x.shape[1], BLOCK=1024, **EXACT)
     x = torch.where(x.isnan(), -torch.inf, x + 0.0)
     x, order = torch.sort(x, dim=1, descending=True, stable=True)

@@ -60,7 +60,10 @@ REQUESTS: list[Asked] = [
 ]
 SHORT = [0, 1, 3, 5]  # of REQUESTS, for schedules
 QWEN3 = Family(CONFIGS, Qwen3ForRL, Qwen3ForServing, REQUESTS)
-twins, serving, baseline, generate = QWEN3.twins, QWEN3.server, QWEN3.baseline, QWEN3.generate
+twins = QWEN3.twins
+serving = QWEN3.server
+baseline = QWEN3.baseline
+generate = QWEN3.generate
 
 
 def numbers(record: Completion) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def slot_pools(memory: Any) -> dict[str, Tensor]:
 
 def poison(engine: Engine) -> None:
     """NaN in every free page and slot, and in the rows that a live chunk does not have yet."""
-    memory, pool = engine.scheduler.memory, engine.scheduler.pool
+    memory = engine.scheduler.memory
+    pool = engine.scheduler.pool
     free = torch.tensor(list(pool.free), dtype=torch.int64)
     for pages in page_pools(memory):
         pages[:, free] = torch.nan
@@ -117,7 +121,8 @@ def poison(engine: Engine) -> None:
 
 def check_pages(engine: Engine) -> None:
     """Every page and slot has one owner, shared pages only through the cache; held lanes without a row are zero."""
-    pool, memory = engine.scheduler.pool, engine.scheduler.memory
+    pool = engine.scheduler.pool
+    memory = engine.scheduler.memory
     owners = list(pool.free) + [node.page for node in pool.nodes.values()]
     for request in engine.scheduler.running:
         shared = len(request.nodes)

@@ -21,7 +21,9 @@ class Models:
     """A family's trainers and servers by the names of their configs, on the CPU and, unless said, on seed 1."""
 
     def __init__(self, configs: Mapping[str, Any], rl: type[Any], serving: type[Any]) -> None:
-        self.configs, self.rl, self.serving = configs, rl, serving
+        self.configs = configs
+        self.rl = rl
+        self.serving = serving
         self._kept: dict[str, tuple[Any, Any]] = {}
 
     def fresh(self, name: str, seed: int = 1) -> Any:
@@ -71,7 +73,9 @@ class Session:
     """Sequences behind shuffled pages, and slots where the model has them, of a memory whose dead bytes are NaN."""
 
     def __init__(self, model: Any, documents: list[Tensor], page_size: int = 16, spare: int = 3) -> None:
-        self.model, self.documents, count = model, documents, len(documents)
+        self.model = model
+        self.documents = documents
+        count = len(documents)
         needed = [-(-len(d) // page_size) for d in documents]
         self.memory = memory = model.make_memory(sum(needed) + 3, page_size, slots=count + spare)
         for pool in pools_of(memory):
@@ -80,7 +84,8 @@ class Session:
         self.pages = [[next(pages) for _ in range(n)] for n in needed]
         self.slots = (torch.randperm(count + spare)[:count] + 1).tolist()
         memory.clear([0, *[page for held in self.pages for page in held]], [0, *self.slots])
-        self.done, self.found = [0] * count, [[] for _ in documents]
+        self.done = [0] * count
+        self.found = [[] for _ in documents]
         self.blocks = max(needed)
 
     def push(self, step: tuple[int, ...]) -> None:
@@ -105,7 +110,8 @@ class Session:
 
 def pushed(model: Any, documents: list[Tensor], plan: Plan, page_size: int = 16) -> tuple[list[Tensor], Any]:
     """Log-probabilities of each document, and the cached bytes after every push: (document, tokens) -> bytes."""
-    session, seen = Session(model, documents, page_size), {}
+    session = Session(model, documents, page_size)
+    seen = {}
     for step in plan:
         session.push(step)
         seen |= {(n, session.done[n]): session.written(n) for n, count in enumerate(step) if count}

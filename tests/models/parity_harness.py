@@ -20,7 +20,8 @@ class Checkpoints:
     """Checkpoints that transformers builds and saves, each once: (kind, seed, dtype) -> folder."""
 
     def __init__(self, folder: Path, build: Callable[[str, int], Any]) -> None:
-        self.folder, self.build = folder, build
+        self.folder = folder
+        self.build = build
 
     def __call__(self, kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
         path = self.folder / f"{kind}-{seed}-{dtype}".replace(", ", "-").replace(" ", "-")
@@ -87,7 +88,9 @@ class Run:
     """One BF16 checkpoint through ours, theirs and float64: final rows, log-probabilities, and where all sent rows to the same experts."""
 
     def __init__(self, path: Path, ids: Tensor) -> None:
-        self.ids, self.ours, self.theirs = ids, zoo.load(path, device="cpu"), theirs(path, torch.bfloat16)
+        self.ids = ids
+        self.ours = zoo.load(path, device="cpu")
+        self.theirs = theirs(path, torch.bfloat16)
         self.exact = leaves(float64_of(self.ours))
         routes: list[Tensor] = []
         for layer in self.theirs.model.layers if self.ours.config.experts else ():
@@ -95,7 +98,8 @@ class Run:
         with torch.no_grad():
             self.hidden, self.log_prob = self.our_rows(routes)
             out = self.theirs(ids[None], output_hidden_states=True)
-            self.their_hidden, self.their_log_prob = out.hidden_states[-1][0], next_log_prob(out.logits[0].float(), ids)
+            self.their_hidden = out.hidden_states[-1][0]
+            self.their_log_prob = next_log_prob(out.logits[0].float(), ids)
             self.exact_hidden = self.exact.hidden(ids)
             self.exact_log_prob = next_log_prob(self.exact.head(self.exact_hidden), ids)
         same = [(a.sort(-1)[0] == b.sort(-1)[0]).all(-1) for a, b in zip(routes, self.exact.routes * 2, strict=True)]

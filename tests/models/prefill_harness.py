@@ -42,7 +42,8 @@ class Sequences:
     """Sequences of these final lengths over one memory. What is neither theirs nor padding's holds NaN."""
 
     def __init__(self, model: ForServing, lengths: list[int], page_size: int | None = None) -> None:
-        self.model, self.device = model, next(model.parameters()).device
+        self.model = model
+        self.device = next(model.parameters()).device
         size = model.make_memory(2, page_size, 1).page_size
         needed = [-(-n // size) for n in lengths]
         total = 1 + sum(needed) + 3
@@ -88,7 +89,8 @@ class Rerun:
     """Stands for a captured graph: the same code over the same static tensors, run again."""
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
-        self.run, self.result = run, run()
+        self.run = run
+        self.result = run()
 
     def replay(self) -> None:
         self.result.copy_(self.run())

@@ -117,7 +117,8 @@ class TestFingerprint:
     )
     def test_another_config_is_refused(self, arch: str, change: dict[str, Any]) -> None:
         config = small(arch)
-        mine, theirs = server(config), trainer(replace(config, **change))
+        mine = server(config)
+        theirs = trainer(replace(config, **change))
         [name] = change
         assert mine.weights_version == theirs.weights_version  # the weights can't tell them apart
         with pytest.raises(ValueError, match=f"config.{name}: {getattr(config, name)} against {change[name]}"):
@@ -128,7 +129,8 @@ class TestFingerprint:
     def test_ends_make_no_other_geometry(self, arch: str, tmp_path: Path) -> None:
         """A server takes the folder of equal numbers and other end tokens, and no other."""
         config = small(arch)
-        engine, folders = Engine(server(config), pages=4, max_batch=1), {}
+        engine = Engine(server(config), pages=4, max_batch=1)
+        folders = {}
         for name, value in {"eos": (1, 2, 3), "eps": 1e-3}.items():
             folders[name] = trainer(replace(config, **{name: value}))
             folders[name].save_pretrained(tmp_path / name)
@@ -139,20 +141,24 @@ class TestFingerprint:
 
     @pytest.mark.parametrize("arch", CONFIGS)
     def test_it_lists_the_ops_that_run(self, arch: str) -> None:
-        trained, served = trainer(small(arch)), server(small(arch))
-        listed, run = listed_ops(trained), ops_run(trained, served)
+        trained = trainer(small(arch))
+        served = server(small(arch))
+        listed = listed_ops(trained)
+        run = ops_run(trained, served)
         assert listed == listed_ops(served) == run
         assert listed == {name for name in trained.fingerprint().realisation if name in ops.CONTRACTS}
 
     @pytest.mark.parametrize("wrong", [("embed", "rms_norm", "linear", "norm_rope", "attention"), (*ops.CONTRACTS,)])
     def test_a_wrong_list_is_seen(self, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        trained, served = trainer(small("qwen3")), server(small("qwen3"))
+        trained = trainer(small("qwen3"))
+        served = server(small("qwen3"))
         record = SimpleNamespace(**{**vars(trained.family), "used_ops": lambda config: wrong})
         monkeypatch.setattr(type(trained), "family", record)
         assert listed_ops(trained) != ops_run(trained, served)
 
     def test_an_op_of_another_family_is_no_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        mine, theirs = server(small("qwen3")), trainer(small("qwen3"))
+        mine = server(small("qwen3"))
+        theirs = trainer(small("qwen3"))
         before = mine.fingerprint()
         monkeypatch.setitem(ops.CONTRACTS, "sparse_attention", ops.CONTRACTS["attention"])  # registering below is undone with it
         replace(ops.CONTRACTS["attention"], name="sparse_attention")
@@ -166,7 +172,8 @@ class TestFingerprint:
 class TestCompilers:
     def test_the_bytes_are_the_eager_ones(self) -> None:
         model = trainer(small("qwen3"))
-        score, loss = model.score(IDS, STARTS), model(IDS, cu_seqlens=STARTS, labels=IDS).loss
+        score = model.score(IDS, STARTS)
+        loss = model(IDS, cu_seqlens=STARTS, labels=IDS).loss
         expected = gradients(model)
         assert_same_bytes(torch.compile(model.score)(IDS, STARTS), score)
         compiled = torch.compile(model)
@@ -186,7 +193,8 @@ class TestCompilers:
             captured.append(graph)
             return graph.forward
 
-        served, rows = server(model.config), Rows.pushed([20], None, "cpu")
+        served = server(model.config)
+        rows = Rows.pushed([20], None, "cpu")
         memory = served.make_memory(4, 16, 2)
         table = memory.table([[1, 2]], [1], 2)
         hidden = model(IDS, cu_seqlens=STARTS).hidden_states.detach()
@@ -353,7 +361,8 @@ def test_weights_may_be_swapped_by_views_of_themselves(model: ForRL) -> None:
     assert_same_bytes([views[places[0]], views[places[1]]], [before[places[1]], before[places[0]]])
 
 
-HUGE, LAYERS = 10**12, 10**7
+HUGE = 10**12
+LAYERS = 10**7
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"rope_parameters": [1]}, r"rope_parameters must be an object, it is \[1\]"),
     "empty list": ({"rope_parameters": []}, r"rope_parameters must be an object, it is \[\]"),
@@ -397,7 +406,8 @@ def test_a_contradictory_or_absurd_config_is_refused(made: Any, name: str) -> No
 
 @pytest.mark.parametrize("size", [SIZES["tiny"], MOE_SIZES["tiny"], SIZES_35["tiny"], MOE_35["tiny"]], ids=lambda c: c.model_type)
 def test_what_training_would_change_is_refused_and_loads_as_published(size: Any) -> None:
-    fields, made = size.to_hf(), type(size)
+    fields = size.to_hf()
+    made = type(size)
     published = {"attention_dropout": 0.0, "output_router_logits": False, "router_aux_loss_coef": 0.001, "use_cache": True}
     assert made.from_hf({**fields, **published}) == made.from_hf({**fields, "attention_dropout": 0}) == size
     for name, value in {"attention_dropout": 0.1, "output_router_logits": True}.items():
@@ -494,7 +504,8 @@ def test_a_later_value_that_is_not_finite_reaches_its_own_tile_only() -> None:
 
     spoiled = v.clone()
     spoiled[100] = torch.nan
-    clean, dirty = out(v), out(spoiled)
+    clean = out(v)
+    dirty = out(spoiled)
     tile = 100 // KEY_TILE * KEY_TILE
     assert_same_bytes([dirty[:tile], dirty[150:]], [clean[:tile], clean[150:]])
     assert dirty[tile:150].isnan().all()
@@ -507,7 +518,8 @@ class TestPrecision:
     @pytest.mark.parametrize("switch", [torch.backends, torch.backends.mkldnn, torch.backends.mkldnn.matmul])
     def test_rounded_products_are_refused(self, model: ForRL, switch: Any, precision: str) -> None:
         before = switch.fp32_precision
-        ids, starts = torch.arange(4), torch.tensor([0, 4])
+        ids = torch.arange(4)
+        starts = torch.tensor([0, 4])
         switch.fp32_precision = precision
         try:
             with pytest.raises(ValueError, match=f"to {precision} .* moves bytes on a CPU"):
@@ -559,7 +571,8 @@ def test_rows_of_nothing_are_refused(counts: list[int], contexts: list[int] | No
 def test_final_rows_of_another_model_are_refused() -> None:
     server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
     width = server.config.hidden
-    good, ids = torch.randn(3, width).bfloat16(), torch.tensor([1, 2, 3])
+    good = torch.randn(3, width).bfloat16()
+    ids = torch.tensor([1, 2, 3])
     assert server.log_prob(good, ids).shape == (3,) and server.logits(good).dtype == torch.float32
     for bad in (good[:, : width // 2], good.float(), good[0], good[None]):
         for call, more in ((server.logits, ()), (server.log_prob, (ids,))):
@@ -570,8 +583,11 @@ def test_final_rows_of_another_model_are_refused() -> None:
 def test_a_prefill_s_shapes_are_checked_before_it_writes() -> None:
     server = Qwen3ForServing.from_config(SIZES["tiny"], seed=1, device="cpu")
     recurrent = Qwen35ForServing.from_config(SIZES_35["tiny"], seed=1, device="cpu")
-    memory, hybrid, rows = server.make_memory(4, 16), recurrent.make_memory(4, 16, 2), Rows.pushed([3], None, "cpu")
-    table, ids = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1, 2, 3])
+    memory = server.make_memory(4, 16)
+    hybrid = recurrent.make_memory(4, 16, 2)
+    rows = Rows.pushed([3], None, "cpu")
+    table = torch.tensor([[1]], dtype=torch.int32)
+    ids = torch.tensor([1, 2, 3])
     for change, message in (
         ({"ids": ids[:2]}, r"ids_R has shape \[2\] for 3 rows"),
         ({"ids": ids.float()}, "ids_R must be an int32 or int64 tensor"),

@@ -104,7 +104,8 @@ def test_both_roles_hold_the_published_values(published: Path) -> None:
             model.model.head_weight_VD, stored["model.embed_tokens.weight" if model.config.tied else "lm_head.weight"].read()
         )
         if model.config.experts:
-            got, prefix = model.model.layers[1].mlp.experts.gate_up[5], "model.layers.1.mlp.experts.5"
+            got = model.model.layers[1].mlp.experts.gate_up[5]
+            prefix = "model.layers.1.mlp.experts.5"
             assert torch.equal(got, torch.cat([stored[f"{prefix}.{n}_proj.weight"].read() for n in ("gate", "up")]))
     assert isinstance(model, Qwen3ForServing)
 
@@ -343,7 +344,8 @@ def test_other_refusals(copy: Path, tmp_path: Path) -> None:
 
 
 def test_saving_never_overwrites(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = load(copy), contents(copy)
+    model = load(copy)
+    before = contents(copy)
     with pytest.raises(ValueError, match="not an empty folder"):
         model.save_pretrained(copy)
     assert contents(copy) == before
@@ -360,7 +362,8 @@ def test_saving_never_overwrites(copy: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, work = load(copy), tmp_path / "work"
+    model = load(copy)
+    work = tmp_path / "work"
     for name in ("empty", "here"):
         (work / name).mkdir(parents=True)
     (work / "file").write_text("mine")
@@ -393,7 +396,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(copy: Path, tmp_path: Pa
 
 
 def test_a_save_outlives_its_source(copy: Path, tmp_path: Path) -> None:
-    model, before = load(copy), contents(copy)
+    model = load(copy)
+    before = contents(copy)
     shutil.rmtree(copy)
     model.save_pretrained(tmp_path / "out")
     assert contents(tmp_path / "out") == before
@@ -452,7 +456,8 @@ def test_known_names_are_made_once_and_places_are_asked_anew() -> None:
     table = toy_table(ToyConfig())
     known = table.known
     assert set(known) == {*(f"experts.{e}.w" for e in range(4)), "experts.w", "A_log"}
-    first, second = Places(table), Places(table)
+    first = Places(table)
+    second = Places(table)
     assert first.find("experts.0.w") and second.find("experts.w") and first.find("A_log") and second.find("A_log")
     with pytest.raises(ValueError, match="A_log is given twice"):
         first.find("A_log")
@@ -464,7 +469,8 @@ def test_known_names_are_made_once_and_places_are_asked_anew() -> None:
 class Toy(Pretrained):
     def __init__(self, config: ToyConfig, program: Program) -> None:
         nn.Module.__init__(self)
-        self.config, self.program = config, program
+        self.config = config
+        self.program = program
         self.stack = nn.Parameter(torch.empty(4, 3, 5, dtype=torch.bfloat16))
         self.decay = nn.Parameter(torch.empty(7, dtype=torch.float32))
 
@@ -526,8 +532,10 @@ def published_values(model: Pretrained) -> dict[str, Tensor]:
 
 
 def test_load_weights_writes_in_place_and_in_parts(published: Path) -> None:
-    model, other = load(published), Qwen3ForRL.from_config(load(published).config, seed=9, device="cpu")
-    pointers, first = [p.data_ptr() for p in model.parameters()], model.weights_version
+    model = load(published)
+    other = Qwen3ForRL.from_config(load(published).config, seed=9, device="cpu")
+    pointers = [p.data_ptr() for p in model.parameters()]
+    first = model.weights_version
     values = list(published_values(other).items())
     model.load_weights(iter(values[:10]), version="half")
     assert model.weights_version not in (first, other.weights_version)
@@ -553,7 +561,8 @@ def test_load_weights_writes_in_place_and_in_parts(published: Path) -> None:
 )
 def test_a_refused_update_changes_nothing(bad: tuple[str, Tensor], expected: str, published: Path) -> None:
     model = load(published)
-    before, version = {n: p.clone() for n, p in model.named_parameters()}, model.weights_version
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    version = model.weights_version
     good = ("model.layers.0.input_layernorm.weight", torch.zeros(128).bfloat16())
     with pytest.raises(ValueError, match=expected):
         model.load_weights([good, bad], version="never")
@@ -576,7 +585,8 @@ def test_tied_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1), lambda p: torch.optim.AdamW(p, 0.1, fused=True)])
 def test_version_follows_the_optimizer(make: Any, copy: Path) -> None:
     model = load(copy)
-    optimizer, seen = make(model.parameters()), {model.weights_version}
+    optimizer = make(model.parameters())
+    seen = {model.weights_version}
     for step in range(2):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -630,7 +640,9 @@ def splitmix(z: int) -> int:
 
 
 def test_random_numbers_equal_a_plain_integer_program() -> None:
-    key, std, count = key64(5, "some.weight"), 0.37, 1000
+    key = key64(5, "some.weight")
+    std = 0.37
+    count = 1000
     scale = torch.tensor(std / (4 * (2**32 - 1) / 3) ** 0.5, dtype=torch.float32)
     words = [splitmix((key + (i + 1) * 0x9E3779B97F4A7C15) & MASK) for i in range(count)]
     sums = torch.tensor([2 * sum((w >> s) & 0xFFFF for s in (0, 16, 32, 48)) - 4 * 0xFFFF for w in words], dtype=torch.float32)
@@ -810,7 +822,8 @@ def test_a_nan_is_said_by_inspect_and_not_converted(own: bool, tmp_path: Path) -
 
 def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
     convert(published, tmp_path / "zoo", "zoo", shard_bytes=300_000)
-    stored, model = Checkpoint.open(tmp_path / "zoo").tensors, load(published)
+    stored = Checkpoint.open(tmp_path / "zoo").tensors
+    model = load(published)
     assert set(stored) == {name for name, _ in model.named_parameters()}
     assert all(torch.equal(stored[name].read(), p) for name, p in model.named_parameters())
     with pytest.raises(ValueError, match="convert --to hf` makes a checkpoint that loads"):
@@ -823,7 +836,8 @@ def test_convert_there_and_back(published: Path, tmp_path: Path) -> None:
 
 
 def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path, tmp_path: Path) -> None:
-    own, version = tmp_path / "own", load(published).weights_version
+    own = tmp_path / "own"
+    version = load(published).weights_version
     convert(published, own, "zoo", shard_bytes=300_000)
     for pair in ((published, own), (own, published)):
         result = CliRunner().invoke(app, ["compare", *map(str, pair)])
@@ -845,7 +859,8 @@ def test_compare_of_two_forms_says_whether_their_weights_differ(published: Path,
 
 def test_compare_of_two_forms_lists_what_is_carried(tmp_path: Path) -> None:
     """The content hash knows nothing of it."""
-    whole, own = make_tiny("qwen3_5", tmp_path / "whole", layers=4, vision=True), tmp_path / "own"
+    whole = make_tiny("qwen3_5", tmp_path / "whole", layers=4, vision=True)
+    own = tmp_path / "own"
     convert(whole, own, "zoo")
     name = next(name for name in Checkpoint.open(whole).tensors if "visual" in name)
     assert len(CliRunner().invoke(app, ["compare", str(whole), str(own)]).output.splitlines()) == 1  # the control

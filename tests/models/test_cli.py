@@ -62,7 +62,8 @@ class _Page(HTMLParser):
 
 
 def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, page = tmp_path / "ladder.json", tmp_path / "r[" / "red].html"
+    out = tmp_path / "ladder.json"
+    page = tmp_path / "r[" / "red].html"
     page.parent.mkdir()
     arguments = ("--device", "cpu", "--rungs", "1,3-4", "--lengths", "1,20,66", "--json", out, "--report", page)
     assert cli("verify", "qwen3", "--checkpoint", checkpoint, *arguments) == 0
@@ -116,7 +117,9 @@ def test_differing_bytes_exit_1_and_leave_a_reproduction(
     planted = Provider("rows_dependent", "reference", "cpu", lambda: usual._replace(forward=rows_dependent_linear), defining=True)
     replace(contract, providers=(planted,))
     choices_changed()
-    folder, out, page = tmp_path / "found", tmp_path / "ladder.json", tmp_path / "page.html"
+    folder = tmp_path / "found"
+    out = tmp_path / "ladder.json"
+    page = tmp_path / "page.html"
     given = ("--rungs", 3, "--lengths", "40,70", "--json", out, "--reproduction", folder, "--report", page)
     try:
         assert cli("verify", "qwen3", "--checkpoint", checkpoint, "--device", "cpu", *given) == 1

@@ -168,7 +168,8 @@ def test_aborted_neighbours_move_no_byte() -> None:
     crowded = engine(chunk_rows=24)
     ids = [crowded.add(*request) for request in REQUESTS]
     kept = {ids[1], ids[4]}
-    done, aborted = [], []
+    done = []
+    aborted = []
     for request_id in ids:
         poison(crowded)
         done += crowded.step()
@@ -225,7 +226,8 @@ def test_a_page_that_is_not_cleaned_is_caught() -> None:
 
 @pytest.mark.parametrize("chunk_rows", (5, 2048))
 def test_prompt_log_probs_are_the_trainers(chunk_rows: int) -> None:
-    trainer, record = twins("dense")[0], None
+    trainer = twins("dense")[0]
+    record = None
     asked = engine(chunk_rows=chunk_rows)
     asked.generate([STEM])  # a cached prefix must not hide rows that are to be scored
     for prompt in ([7], STEM + [4]):
@@ -294,7 +296,8 @@ def test_keep_tags_rows_and_is_not_exact() -> None:
 @pytest.mark.parametrize("shared", (False, True))
 def test_rows_of_two_versions_are_not_shared(shared: bool) -> None:
     """A page that "keep" left half full of old rows is filled by new weights. The control: a request that may share it."""
-    served, prompt = Engine(serving("dense"), pages=30, page_size=64, chunk_rows=30), tokens(150, 7)
+    served = Engine(serving("dense"), pages=30, page_size=64, chunk_rows=30)
+    prompt = tokens(150, 7)
     request_id = served.add(prompt, REQUESTS[0][1])
     served.step()
     assert served.requests.find(request_id).computed == 30
@@ -425,7 +428,8 @@ def test_weights_replaced_behind_the_engine_are_noticed() -> None:
 
     for write in (norm, assigned, data, layer):
         served = Engine(serving("dense"), pages=24, page_size=16)
-        first, runner = served.version, served.runner
+        first = served.version
+        runner = served.runner
         served.update_weights([])
         assert served.version == first and served.runner is runner
         write(served.model)
@@ -486,7 +490,8 @@ def test_a_checkpoint_is_rounded_as_at_a_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", range(1, 40, 2))
 def test_a_step_that_breaks_off_leaves_no_trace(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is: among the layers, pages, cache or records."""
-    served, left = engine(chunk_rows=40), [at]
+    served = engine(chunk_rows=40)
+    left = [at]
 
     def breaking(name: str, owner: Any) -> None:
         call = getattr(owner, name)
@@ -500,11 +505,14 @@ def test_a_step_that_breaks_off_leaves_no_trace(at: int, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    scheduler, pool = ("_start", "advance", "release", "schedule"), ("take", "insert", "hold", "release")
+    scheduler = ("_start", "advance", "release", "schedule")
+    pool = ("take", "insert", "hold", "release")
     for owner, names in ((Scheduler, scheduler), (PagePool, pool), (Runner, ("push",)), (Request, ("mark", "finish_reason"))):
         for name in names:
             breaking(name, owner)
-    ids, done, broken = [served.add(*request) for request in REQUESTS], [], 0
+    ids = [served.add(*request) for request in REQUESTS]
+    done = []
+    broken = 0
     while served.busy:
         poison(served)
         try:
@@ -580,7 +588,8 @@ class CountingSlots(SlotPart):
 
     def __init__(self, slots: int, grain: int, bad: bool) -> None:
         super().__init__("count", 1, slots, {"count_S1": (torch.int64, (1,))}, "cpu")
-        self.grain, self.bad = grain, bad
+        self.grain = grain
+        self.bad = bad
         self.count_S = self.pools["count_S1"].view(slots)
         self.count_S.fill_(-7)
 
@@ -600,7 +609,8 @@ class CountingServing(Qwen3ForServing):
         return Memory(kept, [CountingSlots(5, page_size or 64, self.bad)], self.layer_views(kept, []), snapshots=8)
 
     def hidden_rows(self, ids_R: torch.Tensor, rows: Rows, memory: Any, page_table_NB: torch.Tensor) -> torch.Tensor:
-        slots, count_S = page_table_NB[:, 0].long(), memory.slot_parts[0].count_S
+        slots = page_table_NB[:, 0].long()
+        count_S = memory.slot_parts[0].count_S
         assert (slots > 0).all() and len(slots.unique()) == len(slots)
         counts = rows.starts_N1[1:] - rows.starts_N1[:-1]
         assert torch.equal(count_S[slots], (rows.lengths_N - counts).long()), "state of another length"

@@ -126,7 +126,8 @@ def test_the_weights_hash_takes_the_text_models_names() -> None:
 def test_the_vocabulary_head_is_among_the_products_that_are_qualified() -> None:
     """Whole in decode, by chunks in scoring: with more columns than a chunk there are three widths."""
     model = Qwen3ForRL.from_config(SIZES["tiny"], device="cpu")
-    vocabulary, hidden = model.config.vocabulary, model.config.hidden
+    vocabulary = model.config.vocabulary
+    hidden = model.config.hidden
     assert ("linear", (vocabulary, hidden, 1)) in products_of(model)
     assert model.fingerprint().realisation[f"linear {vocabulary}x{hidden}x1"] == "reference"
     widths = {16384, 151936, 151936 % 16384}

@@ -55,7 +55,8 @@ def test_ranks_of_a_layout_hold_their_share(name: str) -> None:
     assert config.local(WHOLE) == replace(config, eos=())
     local = config.local(Layout(tp=2, ep=2))
     for field, one in published_fields(type(config)).items():
-        whole, mine = getattr(config, field), getattr(local, field)
+        whole = getattr(config, field)
+        mine = getattr(local, field)
         if field != "eos":
             assert mine * 2 == whole if one.divided else mine == whole, field
     assert config.local(Layout(cp=4, pp=2, dp=8)) == config.local(WHOLE)

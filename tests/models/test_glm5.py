@@ -111,7 +111,8 @@ def stale(model: Any, view: Callable[[Tensor], list[PagedLatents]]) -> Callable[
 @torch.no_grad()
 def test_a_late_index_key_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, server = FAMILY.twins("three choose")
-    documents, plan = FAMILY.documents("three choose", LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
+    documents = FAMILY.documents("three choose", LENGTHS)
+    plan = split_plans(LENGTHS, (16,))["in pieces of 7"]
     assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
     view = Memory.view
     monkeypatch.setattr(Memory, "view", lambda self, table: stale(self, lambda t: view(self, t))(table))
@@ -151,9 +152,11 @@ def test_a_nan_score_is_an_error_and_no_choice() -> None:
 @torch.no_grad()
 def test_the_choice_matters() -> None:
     """The control of every comparison above: rows beyond top_k read other tokens than all of them, earlier rows the same."""
-    trainer, documents = FAMILY.trainer("three choose"), FAMILY.documents("three choose", LENGTHS)
+    trainer = FAMILY.trainer("three choose")
+    documents = FAMILY.documents("three choose", LENGTHS)
     every = GLMForRL.from_config(replace(trainer.config, index_top_k=80), seed=1, device="cpu")
-    few, all_ = scores(trainer, documents), scores(every, documents)
+    few = scores(trainer, documents)
+    all_ = scores(every, documents)
     assert_same_bytes([d[:12] for d in few], [d[:12] for d in all_])
     assert (few[2][12:] != all_[2][12:]).float().mean() > 0.9
 
@@ -172,7 +175,8 @@ def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
 
 
 def test_every_parameter_has_a_gradient_or_is_frozen_or_an_unused_expert() -> None:
-    model, documents = FAMILY.fresh("three choose"), FAMILY.documents("three choose", LENGTHS)
+    model = FAMILY.fresh("three choose")
+    documents = FAMILY.documents("three choose", LENGTHS)
     ids, starts = packed(documents)
     (-model.score(ids, starts).mean()).backward()
     for name, parameter in model.named_parameters():
@@ -181,8 +185,11 @@ def test_every_parameter_has_a_gradient_or_is_frozen_or_an_unused_expert() -> No
 
 
 def test_each_row_enters_each_op_once() -> None:
-    model, documents = FAMILY.fresh("three choose"), FAMILY.documents("three choose", LENGTHS)
-    seen, rows, c = rows_in_training(model, documents), sum(LENGTHS), model.config
+    model = FAMILY.fresh("three choose")
+    documents = FAMILY.documents("three choose", LENGTHS)
+    seen = rows_in_training(model, documents)
+    rows = sum(LENGTHS)
+    c = model.config
     assert seen["sparse_attention"] == rows * c.layers and seen["select"] == seen["layer_norm"] == rows * sum(c.full)
     assert seen["head_linear"] == 2 * rows * c.layers and seen["biased_route"] == rows * sum(c.sparse)
 
@@ -216,7 +223,8 @@ def test_a_captured_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch)
     """Its static rows, run again in place of a replay: padding sequences, and scores as wide as its pages."""
     monkeypatch.setattr(serving, "captured", rerun)
     server = FAMILY.twins("three choose")[1]
-    plain, padded = Sequences(server, [30, 5, 44], 16), Sequences(server, [30, 5, 44], 16)
+    plain = Sequences(server, [30, 5, 44], 16)
+    padded = Sequences(server, [30, 5, 44], 16)
     for sequences in (plain, padded):
         ids, rows, table = sequences.batch({0: 20, 1: 1, 2: 36})
         server.prefill(ids, rows, sequences.memory, table)

@@ -88,7 +88,8 @@ def test_graphs_eager_and_their_mixtures_are_the_trainers_bytes(kind: str) -> No
 @pytest.mark.parametrize("kind", tuple(CONFIGS))
 def test_gradients_twice_and_with_checkpointing(kind: str) -> None:
     trainer = GLMForRL.from_config(CONFIGS[kind], seed=1, device="cuda")
-    ids, starts = torch.tensor(tokens(230, 1), device="cuda"), torch.tensor([0, 150, 151, 230], device="cuda")
+    ids = torch.tensor(tokens(230, 1), device="cuda")
+    starts = torch.tensor([0, 150, 151, 230], device="cuda")
 
     def run(checkpointed: bool, ids: torch.Tensor = ids) -> dict[str, torch.Tensor]:
         trainer.zero_grad()

@@ -106,7 +106,8 @@ class TestParity:
 
     @torch.no_grad()
     def test_packed(self, checkpoint: Checkpoints) -> None:
-        model, reference = zoo.load(checkpoint("5.2"), **FP32), theirs(checkpoint("5.2"), torch.float32)
+        model = zoo.load(checkpoint("5.2"), **FP32)
+        reference = theirs(checkpoint("5.2"), torch.float32)
         assert_packed_parity(model, reference, [tokens(1, 61), tokens(2, 5), tokens(3, 18)], 5e-5)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +121,9 @@ class TestParity:
     @pytest.mark.parametrize("kind", ["5.2", "tied, groups", "not renormalised, odd heads"])
     def test_gradients(self, checkpoint: Checkpoints, kind: str) -> None:
         """The indexer and the biases are frozen, and have no gradient in transformers either."""
-        ids, model, reference = tokens(), zoo.load(checkpoint(kind), **FP32), theirs(checkpoint(kind), torch.float32)
+        ids = tokens()
+        model = zoo.load(checkpoint(kind), **FP32)
+        reference = theirs(checkpoint(kind), torch.float32)
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
         reference(ids[None], labels=ids[None]).loss.backward()
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -142,7 +145,8 @@ class TestParity:
     @torch.no_grad()
     def test_the_same_tokens_and_experts_are_chosen(self, checkpoint: Checkpoints) -> None:
         """Compared where no choice is close; another indexer's keys are the control."""
-        ids, reference = tokens(), theirs(checkpoint("5.2"), torch.float32)
+        ids = tokens()
+        reference = theirs(checkpoint("5.2"), torch.float32)
         chosen: list[Tensor] = []
         for layer in reference.model.layers:
             if layer.self_attn.indexer is not None:
@@ -171,7 +175,9 @@ class Run:
     """
 
     def __init__(self, path: Path, ids: Tensor) -> None:
-        self.ids, self.ours, self.theirs = ids, zoo.load(path, device="cpu"), theirs(path, torch.bfloat16)
+        self.ids = ids
+        self.ours = zoo.load(path, device="cpu")
+        self.theirs = theirs(path, torch.bfloat16)
         self.experts: list[Tensor] = []
         self.selected: list[Tensor] = []
         experts: list[Tensor] = []
@@ -234,7 +240,9 @@ def test_bf16_errs_no_more_than_transformers(checkpoint: Checkpoints, kind: str)
 
 def test_bf16_gradients(checkpoint: Checkpoints) -> None:
     """Relative errors against float64 over all parameters of several checkpoints: ours on average below theirs."""
-    mine, their, coarse = [], [], []
+    mine = []
+    their = []
+    coarse = []
     for seed in range(3):
         run = Run(checkpoint("5.2", seed, torch.bfloat16), tokens(seed, 60))
         (-run.ours.score(run.ids, whole(run.ids))[:-1].mean()).backward()
@@ -242,7 +250,9 @@ def test_bf16_gradients(checkpoint: Checkpoints) -> None:
             parameter.grad = zero_or(parameter.grad, parameter)
         run.theirs(run.ids[None], labels=run.ids[None]).loss.backward()
         reference = dict(pair for name, p in run.theirs.named_parameters() for pair in unstacked(name, p.grad))
-        found, wanted, their_wanted = gradients_of(run.ours), run.exact_gradients(run.exact), run.exact_gradients(run.their_exact)
+        found = gradients_of(run.ours)
+        wanted = run.exact_gradients(run.exact)
+        their_wanted = run.exact_gradients(run.their_exact)
         for name, value in wanted.items():
             if not value.any():
                 assert not found[name].any(), f"{name} has no gradient in float64"

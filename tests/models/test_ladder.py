@@ -107,7 +107,8 @@ def test_a_run_that_is_killed_leaves_what_it_proved(tmp_path: Path) -> None:
 
 
 def test_a_link_or_device_gets_the_whole_result_only(tmp_path: Path) -> None:
-    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real = tmp_path / "real.json"
+    link = tmp_path / "link.json"
     real.write_text("")
     link.symlink_to(real)
     result = Result("qwen3", "cpu", {}, unfinished=[{"rung": 3, "what": "", "reason": ""}])

@@ -22,7 +22,9 @@ from zoo.qwen3_5 import SIZES as HYBRID_SIZES
 from zoo.qwen3_5 import Qwen35ForRL
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
 
-TOKENS, WIDTH, PAGE = 4, 6, 8
+TOKENS = 4
+WIDTH = 6
+PAGE = 8
 LENGTHS = [13, 3, 24]
 
 
@@ -33,7 +35,9 @@ class Compressed:
     """
 
     def __init__(self, rows: PagedRows, window: Tensor, slot_N: Tensor) -> None:
-        self.rows, self.window, self.slot_N = rows, window, slot_N
+        self.rows = rows
+        self.window = window
+        self.slot_N = slot_N
 
     def push(self, x_RE: Tensor, rows: Rows) -> None:
         before = torch.stack([self._last(x_RE, rows, r) for r in range(rows.count)]).flatten(1)
@@ -67,7 +71,8 @@ class Window(SlotPart):
 
 def memory_of(slots: int = 4, pages: int = 12, fill: float | None = None) -> Memory:
     kept = {"codes": (torch.int8, (TOKENS * WIDTH,)), "scales": (torch.float32, (1,))}
-    part, window = PagePart("rows", 1, pages, PAGE, kept, "cpu", TOKENS), Window(slots)
+    part = PagePart("rows", 1, pages, PAGE, kept, "cpu", TOKENS)
+    window = Window(slots)
 
     def layer(pager: Pager, slot_N: Tensor | None) -> Compressed:
         assert slot_N is not None
@@ -116,7 +121,8 @@ PLANS = split_plans(LENGTHS, (TOKENS, PAGE), 5)
 @pytest.mark.parametrize("name", PLANS)
 def test_rows_of_four_tokens_are_the_same_in_any_pieces(name: str) -> None:
     """Over pages and slots full of NaN, which nobody reads; pages in any order."""
-    memory, given = memory_of(fill=torch.nan), documents()
+    memory = memory_of(fill=torch.nan)
+    given = documents()
     order = random.Random(1).sample(range(1, 12), 11)
     owned = [[order.pop() for _ in range(memory.pages_for(length))] for length in LENGTHS]
     slots = [3, 1, 2]
@@ -136,8 +142,11 @@ def test_rows_of_four_tokens_are_the_same_in_any_pieces(name: str) -> None:
 @pytest.mark.parametrize("length", [4, 6, 8, 11, 19])
 def test_a_sequence_goes_on_elsewhere_from_its_snapshot(length: int) -> None:
     """Preempted inside a window and inside a page; the first one goes on meanwhile, its slot and open page are another's then."""
-    memory, document = memory_of(), documents()[2]
-    owned, slots, done = [[1, 2, 3]], [1], [0]
+    memory = memory_of()
+    document = documents()[2]
+    owned = [[1, 2, 3]]
+    slots = [1]
+    done = [0]
     memory.clear([1, 2, 3], [1])
     push(memory, owned, slots, [document], done, [length])
     snapshot = memory.snapshot(1, length, owned[0])
@@ -164,7 +173,8 @@ def test_a_sequence_goes_on_elsewhere_from_its_snapshot(length: int) -> None:
 
 def test_bytes_of_parts_are_counted() -> None:
     memory = memory_of(slots=5, pages=12)
-    row, window = TOKENS * WIDTH + 4, 3 * WIDTH * 4
+    row = TOKENS * WIDTH + 4
+    window = 3 * WIDTH * 4
     assert memory.page_parts[0].nbytes == 12 * 2 * row and memory.slot_parts[0].nbytes == 5 * window
     # a page of 8 is open with 7 tokens at most, which have one row
     assert memory.snapshot_nbytes == row + window and memory.nbytes == 24 * row + 5 * window + 4 * (row + window)

@@ -76,7 +76,8 @@ class Spoilt:
 
 def test_its_checkpoint_is_made_loaded_and_saved(installed: Path, tmp_path: Path) -> None:
     """FP8 codes and scales among the files of a tiny checkpoint, and the same bytes behind a load and a save."""
-    tiny, again = tmp_path / "tiny", tmp_path / "again"
+    tiny = tmp_path / "tiny"
+    again = tmp_path / "again"
     made = zoo(installed, "make-tiny", "toy", str(tiny), module="weights_tools")
     assert made.returncode == 0, made.stdout + made.stderr
     assert {tensor.dtype for tensor in Checkpoint.open(tiny).tensors.values()} == {"BF16", "F32", "F8_E4M3"}

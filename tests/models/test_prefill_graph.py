@@ -65,7 +65,8 @@ def prepared(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[S
 
 def differing(plain: Sequences, padded: Sequences, pushes: list[dict[int, int]], kinds: int = 3) -> list[str]:
     """What differs after each push, pushed eagerly and through captured prefills."""
-    model, found = plain.model, []
+    model = plain.model
+    found = []
     graphs: dict[int, PrefillGraph] = {}
     for step, counts in enumerate(pushes):
         ids, rows, table = plain.batch(counts)
@@ -131,7 +132,8 @@ def test_larger_captured_prefills_leave_every_byte(kind: str, device: str, monke
 class OnALivePage(PaddedRows):
     """A fault: padding's pages are the first page of somebody (in a memory with slots the table's first column is one)."""
 
-    page, first = 0, 0
+    page = 0
+    first = 0
 
     def _pad(self, live: int, sequences: int) -> None:
         super()._pad(live, sequences)
@@ -171,14 +173,16 @@ def test_padding_that_leaks_is_caught(kind: str, fault: type[PaddedRows], monkey
 
 def test_static_rows_in_numbers() -> None:
     padded = PaddedRows(64, 256, 3, "cpu")
-    rows, addresses = padded.rows, [t.data_ptr() for t in (padded.ids_R, padded.table_NB, padded.rows.starts_N1)]
+    rows = padded.rows
+    addresses = [t.data_ptr() for t in (padded.ids_R, padded.table_NB, padded.rows.starts_N1)]
     empty = PREFILL_SEQUENCES[0]
     assert rows.starts_N1.tolist() == [0] + [64] * (empty + 1) and rows.lengths_N.tolist() == [64] + [0] * empty
     assert rows.positions_R.tolist() == list(range(64)) and (rows.max_rows, rows.max_length) == (64, 256)
     for counts, contexts in (([40, 24], [5, 0]), ([3, 1, 2], [0, 100, 7])):  # full, then few: nothing of the first is left
         live = Rows.pushed(counts, contexts, "cpu")
         padded.fill(torch.arange(1, live.count + 1), live, torch.full((len(counts), 2), 9, dtype=torch.int32))
-        left, n = 64 - live.count, len(counts)
+        left = 64 - live.count
+        n = len(counts)
         assert padded.ids_R.tolist() == [*range(1, live.count + 1), *[0] * left]
         assert rows.positions_R.tolist() == [*live.positions_R.tolist(), *range(left)]
         assert rows.sequence_R.tolist() == [*live.sequence_R.tolist(), *[n] * left]
@@ -192,7 +196,9 @@ def test_static_rows_in_numbers() -> None:
 
 def test_padding_longer_than_a_sequence_is_several() -> None:
     padded = PaddedRows(640, 256, 3, "cpu")
-    rows, empty = padded.rows, PREFILL_SEQUENCES[0] + 2  # three places of padding beside the live ones
+    # three places of padding beside the live ones
+    rows = padded.rows
+    empty = PREFILL_SEQUENCES[0] + 2
     assert rows.starts_N1.tolist() == [0, 256, 512, *[640] * (empty - 1)]
     assert rows.lengths_N.tolist() == [256, 256, 128, *[0] * (empty - 2)]
     assert rows.positions_R.tolist() == [*range(256), *range(256), *range(128)]
@@ -224,7 +230,8 @@ def test_which_prefills_are_captured() -> None:
     assert (count([100] * 32, length=100, most=5000), count([100] * 30, length=100, most=5000)) == (3200, 3072)
     for length in (30, 100, 200, 2048):  # the most live sequences, the most padding; padding alone
         for n in prefill_counts(length, 8960):
-            padded, live = PaddedRows(n, length, 3, "cpu"), prefill_sequences(n)
+            padded = PaddedRows(n, length, 3, "cpu")
+            live = prefill_sequences(n)
             assert padded.rows.starts_N1[-1] == n and padded.rows.lengths_N.max() <= length
             least = max(live, n - prefill_padding(n))
             counts = [least // live + (i < least % live) for i in range(live)]
@@ -260,7 +267,8 @@ def drive(engine: Engine, seed: int = 3) -> list[dict[str, Any]]:
     ]
     done = {}
     while engine.busy:
-        pool, memory = engine.scheduler.pool, engine.scheduler.memory
+        pool = engine.scheduler.pool
+        memory = engine.scheduler.memory
         for n, buffer in enumerate(pools(memory)):
             buffer[:, torch.tensor(list(pool.free if n < 2 else pool.free_slots), dtype=torch.int64, device=buffer.device)] = torch.nan
         done |= {record.request_id: numbers(record) for record in engine.step()}
@@ -271,14 +279,16 @@ def drive(engine: Engine, seed: int = 3) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_takes_graphs_where_they_fit_and_no_byte_moves(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode's graphs too. Prompts beyond a key segment (256 on a CPU) are pushed eagerly."""
-    model, sizes = made(kind, device), {"pages": 60, "page_size": 16 if device == "cpu" else None}
+    model = made(kind, device)
+    sizes = {"pages": 60, "page_size": 16 if device == "cpu" else None}
     wanted = drive(Engine(model, graphs=False, **sizes))
     for given in ({"max_batch": 1}, {"chunk_rows": 100}, {"max_batch": 2, "chunk_rows": 65, "prefix_cache": False}):
         engine = Engine(model, graphs=device == "cuda", **{**sizes, **given})
         if device == "cpu":
             monkeypatch.setattr(serving, "captured", rerun)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True, engine.scheduler.chunk_rows)
+            engine.graphs = True
+            engine.runner = Runner(model, engine.scheduler.memory, True, engine.scheduler.chunk_rows)
         assert drive(engine) == wanted
         assert engine.stats.graph_rows > 0 and (engine.stats.graph_rows < engine.stats.prefill_rows) == (device == "cpu")
 
@@ -291,13 +301,15 @@ def test_a_whole_chunk_of_short_contexts_by_graph(kind: str, prompts: list[int],
     model = family.from_config(replace(config, positions=100), seed=1, device="cpu")
     monkeypatch.setattr(serving, "captured", rerun)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    draw, found = torch.Generator().manual_seed(2), []
+    draw = torch.Generator().manual_seed(2)
+    found = []
     ids = [torch.randint(3, 500, (count,), generator=draw) for count in prompts]
     for padded in (None, PaddedRows, OfALiveSequence):
         engine = Engine(model, graphs=False, pages=260, page_size=16 if kind == "qwen3" else 80, chunk_rows=2048, max_batch=32)
         if padded is not None:
             monkeypatch.setattr(serving, "PaddedRows", padded)
-            engine.graphs, engine.runner = True, Runner(model, engine.scheduler.memory, True, 2048)
+            engine.graphs = True
+            engine.runner = Runner(model, engine.scheduler.memory, True, 2048)
         found.append([numbers(record) for record in engine.generate(ids, SamplingParams(seed=0, max_new_tokens=1), prompt_log_probs=True)])
         assert engine.stats.prefill_rows == sum(prompts) and engine.stats.graph_rows == (sum(prompts) if padded else 0)
     assert found[0] == found[1] != found[2]

@@ -37,7 +37,8 @@ def test_a_derived_program_differs_where_it_says_so() -> None:
 
 def test_fingerprints_tell_the_head_apart() -> None:
     used = ("linear", "log_prob")
-    mine, theirs = program_lines(ALIGNED, used), program_lines(WIDE, used)
+    mine = program_lines(ALIGNED, used)
+    theirs = program_lines(WIDE, used)
     assert {name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)} == {"program", "op.head"}
     trainer = Qwen3ForRL.from_config(SIZES["tiny"], seed=1, device="cpu", program="fp32_head")
     with pytest.raises(ValueError, match=r"program: fp32_head/1 against aligned/1.*op\.head"):

@@ -219,7 +219,8 @@ def test_a_size_of_files_that_is_none_is_refused(size: Any, made: Path, tmp_path
     ids=["meta", "sparse"],
 )
 def test_ids_without_data_are_refused(spoil: Any, kind: str, made: Path) -> None:
-    ids, starts = torch.tensor([5, 6, 7]), torch.tensor([0, 3])
+    ids = torch.tensor([5, 6, 7])
+    starts = torch.tensor([0, 3])
     model = zoo.load(made, device="cpu")
 
     def refused(name: str, call: Any) -> None:

@@ -133,7 +133,8 @@ def test_other_bytes_are_refused(store: Path, name: str, why: str) -> None:
 @pytest.fixture
 def registered() -> Iterator[tuple[str, ...]]:
     """The module whose import registers `equal` and `unequal`, here and in worker processes."""
-    contract, module = ops.CONTRACTS["linear"], "tests.models.provider_module"
+    contract = ops.CONTRACTS["linear"]
+    module = "tests.models.provider_module"
     importlib.import_module(module).register()
     choices_changed()
     yield (module,)
@@ -167,7 +168,8 @@ def test_a_kernel_that_kills_its_process_is_refused_and_the_others_go_on(store: 
 
 
 def test_what_takes_too_long_gets_no_verdict(store: Path, registered: tuple[str, ...]) -> None:
-    slow, lines = Target("linear", (40, 64, 1)), list[str]()
+    slow = Target("linear", (40, 64, 1))
+    lines = list[str]()
     found = qualify.qualify([slow], lines.append, program=PROGRAM, rows=1, jobs=4, modules=registered, seconds=5)
     assert "equal" not in {v.provider for v in found} and not qualification.tried("linear", "equal", slow.shape)
     assert any("equal not decided: not finished after 5 s" in line for line in lines)

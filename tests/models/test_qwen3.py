@@ -45,7 +45,9 @@ CONFIGS: dict[str, Qwen3Config] = {
 LENGTHS = (40, 1, 23)
 FAULTS = (planted.narrow_vocabulary_group, planted.late_rope_table, planted.twice_rounded_residual)
 MODELS = Models(CONFIGS, Qwen3ForRL, Qwen3ForServing)
-fresh, trainer, server = MODELS.fresh, MODELS.trainer, MODELS.server
+fresh = MODELS.fresh
+trainer = MODELS.trainer
+server = MODELS.server
 
 
 def documents_of(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
@@ -57,7 +59,8 @@ class TestWaysToPush:
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_decode_is_prefill_is_training(self, name: str) -> None:
-        documents, model = documents_of(name), server(name)
+        documents = documents_of(name)
+        model = server(name)
         trained = scores(trainer(name), documents)
         plans = split_plans(LENGTHS, edges=(16,))
         chosen = ("whole", "a row at a time", "in pieces of 7", "cut at 17", "one sequence after another", "at random")
@@ -83,7 +86,8 @@ class TestWaysToPush:
 
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
     def test_a_planted_fault_is_caught(self, fault: Callable[[Qwen3ForServing], None]) -> None:
-        documents, model = documents_of("dense"), server("dense")
+        documents = documents_of("dense")
+        model = server("dense")
         fault(model)
         with pytest.raises(LawBroken):
             assert_same_bytes(pushed(model, documents, (LENGTHS,))[0], scores(trainer("dense"), documents))
@@ -102,8 +106,10 @@ class TestWaysToPush:
     @pytest.mark.parametrize("config", [SIZES["tiny"], MOE_SIZES["tiny"]], ids=["dense", "moe"])
     def test_the_transformers_program_keeps_rows_and_splits(self, config: Qwen3Config) -> None:
         names = {"seed": 1, "device": "cpu", "program": "transformers"}
-        model, serving = Qwen3ForRL.from_config(config, **names), Qwen3ForServing.from_config(config, **names)
-        documents, plans = documents_of("dense"), split_plans(LENGTHS, edges=(16,))
+        model = Qwen3ForRL.from_config(config, **names)
+        serving = Qwen3ForServing.from_config(config, **names)
+        documents = documents_of("dense")
+        plans = split_plans(LENGTHS, edges=(16,))
         together = assert_rows_and_splits(model, serving, documents, {n: plans[n] for n in ("whole", "a row at a time", "at random")})
         with pytest.raises(LawBroken):  # the control: another program is another arithmetic
             assert_same_bytes(scores(trainer("dense"), documents), together)
@@ -113,7 +119,8 @@ class TestWaysToPush:
         document = documents_of(name)[0]
         changed = document.clone()
         changed[11] = (changed[11] + 1) % CONFIGS[name].vocabulary
-        before, after = scores(trainer(name), [document])[0], scores(trainer(name), [changed])[0]
+        before = scores(trainer(name), [document])[0]
+        after = scores(trainer(name), [changed])[0]
         assert_same_bytes(after[:10], before[:10])
         assert (after[11:-1] != before[11:-1]).all()
         served, served_changed = (pushed(server(name), [d], ((20,), *[(1,)] * 20))[0][0] for d in (document, changed))
@@ -148,13 +155,15 @@ class TestModes:
     @pytest.mark.parametrize("checkpointing", [False, True])
     def test_autocast_does_not_matter(self, name: str, checkpointing: bool) -> None:
         """Trainers turn mixed precision on by themselves; here the program names the dtypes."""
-        (ids, starts), model = packed(documents_of(name)), fresh(name)
+        ids, starts = packed(documents_of(name))
+        model = fresh(name)
         model.gradient_checkpointing = checkpointing
 
         def everything() -> Any:
             model.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                out, scored = model(ids, cu_seqlens=starts, labels=ids), model.score(ids, starts)
+                out = model(ids, cu_seqlens=starts, labels=ids)
+                scored = model.score(ids, starts)
                 logits = out.logits
             (out.loss - scored.mean() + logits.mean()).backward()
             return out.loss, scored, logits, {key: p.grad.clone() for key, p in model.named_parameters()}
@@ -224,7 +233,9 @@ class TestRowsThatEnterEachOp:
 
     @pytest.mark.parametrize("name", CALLS)
     def test_decoding_pushes_one_row_per_token(self, name: str) -> None:
-        document, prompt, drawn = documents_of(name)[0], 13, 9
+        document = documents_of(name)[0]
+        prompt = 13
+        drawn = 9
         with counted() as seen:
             pushed(server(name), [document[: prompt + drawn]], ((prompt,), *[(1,)] * drawn))
         del seen["log_prob"]
@@ -235,7 +246,9 @@ class TestRowsThatEnterEachOp:
         assert rows_in_training(trainer(name), documents_of(name)) == {op: n * sum(LENGTHS) for op, n in self.CALLS[name].items()}
 
     def test_a_hidden_rerun_is_seen(self) -> None:
-        document, prompt, drawn = documents_of("dense")[0], 13, 9
+        document = documents_of("dense")[0]
+        prompt = 13
+        drawn = 9
         with counted() as seen:
             for length in range(prompt, prompt + drawn + 1):  # no cache: the whole prefix again for every token
                 pushed(server("dense"), [document[:length]], ((length,),))
@@ -246,18 +259,22 @@ class TestForwardDoor:
     @staticmethod
     def padded(documents: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
         width = max(len(d) for d in documents) + 2
-        ids, mask = torch.full((len(documents), width), 5), torch.zeros(len(documents), width, dtype=torch.int64)
+        ids = torch.full((len(documents), width), 5)
+        mask = torch.zeros(len(documents), width, dtype=torch.int64)
         for row, document in enumerate(documents):
             where = slice(width - len(document), width) if left else slice(0, len(document))
-            ids[row, where], mask[row, where] = document, 1
+            ids[row, where] = document
+            mask[row, where] = 1
         return ids, mask
 
     @pytest.mark.parametrize("name", ["dense", "moe", "tied"])
     @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
     def test_padded_is_packed(self, name: str, left: bool) -> None:
         documents = documents_of(name)
-        (ids, mask), (flat, starts) = self.padded(documents, left), packed(documents)
-        out, expected = trainer(name)(ids, attention_mask=mask), trainer(name)(flat, cu_seqlens=starts)
+        ids, mask = self.padded(documents, left)
+        flat, starts = packed(documents)
+        out = trainer(name)(ids, attention_mask=mask)
+        expected = trainer(name)(flat, cu_seqlens=starts)
         keep = mask.bool()
         assert out.hidden_states.shape == (*ids.shape, CONFIGS[name].hidden) and not out.hidden_states[~keep].any()
         assert_same_bytes(out.hidden_states[keep], expected.hidden_states)
@@ -285,8 +302,10 @@ class TestForwardDoor:
 
     @pytest.mark.parametrize("name", ["dense", "moe"])
     def test_loss_is_the_mean_of_minus_score(self, name: str) -> None:
-        documents, model = documents_of(name), trainer(name)
-        (ids, mask), (flat, starts) = self.padded(documents, False), packed(documents)
+        documents = documents_of(name)
+        model = trainer(name)
+        ids, mask = self.padded(documents, False)
+        flat, starts = packed(documents)
         labels = torch.where(mask.bool(), ids, -100)
         scored = model.score(flat, starts)
         count = len(flat) - len(documents)  # a document's last row has no next token
@@ -304,7 +323,8 @@ class TestForwardDoor:
             assert_same_bytes(model(flat, cu_seqlens=starts, labels=flat.roll(1)).loss, expected)
 
     def test_default_targets_are_the_next_tokens(self) -> None:
-        documents, model = documents_of("dense"), trainer("dense")
+        documents = documents_of("dense")
+        model = trainer("dense")
         ids, starts = packed(documents)
         given = model.score(ids, starts, torch.cat([targets_of(d) for d in documents]))
         default = model.score(ids, starts)

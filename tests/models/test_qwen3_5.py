@@ -80,7 +80,9 @@ LENGTHS = (70, 1, 65)
 EDGES = (1, 3, 4, 63, 64, 65, 127, 128, 129)
 SEED = {"seed": 1, "device": "cpu"}
 MODELS = Models(CONFIGS, Qwen35ForRL, Qwen35ForServing)
-fresh, trainer, server = MODELS.fresh, MODELS.trainer, MODELS.server
+fresh = MODELS.fresh
+trainer = MODELS.trainer
+server = MODELS.server
 scores = torch.no_grad()(model_harness.scores)
 
 
@@ -104,7 +106,8 @@ def trained_states(model: Qwen35ForRL, document: Tensor, lengths: list[int]) -> 
         """Of every recurrent layer after whole chunks, each chunk by the op's own seam."""
         if not first:
             return [torch.zeros(model.config.value_heads, model.config.key_dim, model.config.value_dim) for _ in seen["gated_delta"]]
-        chunk, rows = slice(first - CHUNK, first), Rows.packed(torch.tensor([0, CHUNK]))
+        chunk = slice(first - CHUNK, first)
+        rows = Rows.packed(torch.tensor([0, CHUNK]))
         return [
             ops.gated_delta_states(*(t[chunk] for t in operands[:5]), before[None], rows, program=model.program)[1][0]
             for operands, before in zip(seen["gated_delta"], states(first - CHUNK))
@@ -135,7 +138,9 @@ class TestWaysToPush:
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_decode_is_prefill_is_training(self, name: str) -> None:
-        documents, model, plans = documents_of(name), server(name), split_plans(LENGTHS, edges=(16, CHUNK))
+        documents = documents_of(name)
+        model = server(name)
+        plans = split_plans(LENGTHS, edges=(16, CHUNK))
         trained = scores(trainer(name), documents)
         found, stepped = pushed(model, documents, plans["a row at a time"])
         assert_same_bytes(found, trained, "a row at a time")
@@ -146,7 +151,8 @@ class TestWaysToPush:
             assert_same_states(seen, stepped, plan)
 
     def test_at_every_edge_of_a_chunk(self) -> None:
-        documents, plans = documents_of("small", EDGES), split_plans(EDGES, edges=(CHUNK,))
+        documents = documents_of("small", EDGES)
+        plans = split_plans(EDGES, edges=(CHUNK,))
         trained = scores(trainer("small"), documents)
         found, stepped = pushed(server("small"), documents, plans["a row at a time"])
         assert_same_bytes(found, trained)
@@ -189,8 +195,10 @@ class TestWaysToPush:
     @torch.no_grad()
     def test_the_transformers_program_keeps_rows_and_splits(self, config: Qwen35Config) -> None:
         names = {**SEED, "program": "transformers"}
-        model, serving = Qwen35ForRL.from_config(config, **names), Qwen35ForServing.from_config(config, **names)
-        documents, plans = documents_of("small"), split_plans(LENGTHS, edges=(16,))
+        model = Qwen35ForRL.from_config(config, **names)
+        serving = Qwen35ForServing.from_config(config, **names)
+        documents = documents_of("small")
+        plans = split_plans(LENGTHS, edges=(16,))
         together = assert_rows_and_splits(model, serving, documents, {n: plans[n] for n in ("whole", "a row at a time")})
         with pytest.raises(LawBroken):  # the control: another program is another arithmetic
             assert_same_bytes(scores(trainer("small"), documents), together)
@@ -200,7 +208,8 @@ class TestWaysToPush:
         document = documents_of(name)[0]
         changed = document.clone()
         changed[11] = (changed[11] + 1) % CONFIGS[name].vocabulary
-        before, after = scores(trainer(name), [document])[0], scores(trainer(name), [changed])[0]
+        before = scores(trainer(name), [document])[0]
+        after = scores(trainer(name), [changed])[0]
         assert_same_bytes(after[:10], before[:10])
         assert (after[11:-1] != before[11:-1]).float().mean() > 0.95
 
@@ -229,7 +238,8 @@ class GridFromThePush(Qwen35ForServing):
     """Chunks lie on the grid of what is pushed: the recurrent layers are told that a prompt's second part is a new document."""
 
     def hidden_rows(self, ids_R: Tensor, rows: Rows, memory: Any, page_table_NB: Tensor) -> Tensor:
-        layers, counts = memory.view(page_table_NB), (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
+        layers = memory.view(page_table_NB)
+        counts = (rows.starts_N1[1:] - rows.starts_N1[:-1]).tolist()
         anew = Rows.pushed(counts, None, "cpu")
         carry = self.model.enter(ids_R)
         for layer, held, full in zip(self.model.layers, layers, self.config.full, strict=True):
@@ -246,7 +256,8 @@ def rounded_decay(model: Qwen35ForServing) -> None:
 
 @pytest.mark.parametrize("fault", [ForgetsItsCarry, TwoSlotsSwapped, GridFromThePush])
 def test_a_planted_fault_is_caught(fault: type[Qwen35ForServing]) -> None:
-    documents, plan = documents_of("small", (70, 70)), ((33, 33), (37, 37))
+    documents = documents_of("small", (70, 70))
+    plan = ((33, 33), (37, 37))
     model = server("small")
     assert_same_bytes(pushed(model, documents, plan)[0], scores(trainer("small"), documents))
     model.__class__ = fault
@@ -255,7 +266,8 @@ def test_a_planted_fault_is_caught(fault: type[Qwen35ForServing]) -> None:
 
 
 def test_a_rounded_decay_is_caught() -> None:
-    documents, model = documents_of("small"), server("small")
+    documents = documents_of("small")
+    model = server("small")
     assert model.model.layers[0].mixer.gate.a_log.dtype == torch.float32
     rounded_decay(model)
     with pytest.raises(LawBroken):
@@ -275,7 +287,8 @@ class TestSlots:
         for name in ("k", "v"):
             pool = session.memory.tensors()[name]
             pool[:, session.pages[1]] = pool[:, session.pages[0]]
-        session.done[1], session.found[1] = at, [session.found[0][0].clone()]
+        session.done[1] = at
+        session.found[1] = [session.found[0][0].clone()]
         free = next(s for s in range(1, session.memory.slots + 1) if s not in session.slots)
         for part in session.memory.slot_parts:
             part.copy(session.slots[0], free)
@@ -323,7 +336,8 @@ class TestSlots:
         """At 192 tokens: a sequence with other pages that shares the full ones only goes on as the first one does."""
         documents = documents_of("small", (200, 200))
         documents[1][:192] = documents[0][:192]
-        session, full = Session(server("small"), documents, page), 192 // page
+        session = Session(server("small"), documents, page)
+        full = 192 // page
         session.push((192, 0))
         snapshot = session.memory.snapshot(session.slots[0], 192, session.pages[0])
         assert {rows.shape[1] for rows in snapshot.rows.values()} == {192 % page} and set(snapshot.rows) == {"k", "v"}
@@ -381,12 +395,15 @@ def extreme(model: Any, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_extreme_gates(kind: str) -> None:
-    model, serving = extreme(fresh("small"), kind), extreme(server("small"), kind)
-    documents, reach = documents_of("small", (131, 66)), {}
+    model = extreme(fresh("small"), kind)
+    serving = extreme(server("small"), kind)
+    documents = documents_of("small", (131, 66))
+    reach = {}
 
     def observe(contract: Contract, call: dict[str, Any], result: Any) -> None:
         if contract.name == "delta_gate":
-            reach["decay"], reach["beta"] = result[0].exp(), result[1]
+            reach["decay"] = result[0].exp()
+            reach["beta"] = result[1]
 
     with ops.watch(observe):
         trained = scores(model, documents)
@@ -437,7 +454,8 @@ class TestGradients:
 
     def test_documents_do_not_mix(self) -> None:
         """A document's tokens get no gradient from the other's scores, through neither kind of layer."""
-        model, half = fresh("small"), CONFIGS["small"].vocabulary // 2
+        model = fresh("small")
+        half = CONFIGS["small"].vocabulary // 2
         first, second = (d % half for d in documents_of("small", (70, 66)))
         ids, starts = packed([first, second + half])
         for begin, end, own in ((0, 70, slice(0, half)), (70, 136, slice(half, None))):
@@ -483,7 +501,9 @@ class TestRowsThatEnterEachOp:
     @pytest.mark.parametrize("name", CALLS)
     def test_decoding_pushes_one_row_per_token(self, name: str) -> None:
         """Also on the row that closes a chunk."""
-        document, prompt, drawn = documents_of(name)[0], 60, 9
+        document = documents_of(name)[0]
+        prompt = 60
+        drawn = 9
         session = Session(server(name), [document])
         with counted() as seen:
             session.push((prompt,))
@@ -513,7 +533,8 @@ def test_padded_is_packed() -> None:
     mask = torch.ones_like(ids)
     mask[1, :63] = 0
     flat, starts = packed(documents)
-    out, expected = trainer("small")(ids, attention_mask=mask), trainer("small")(flat, cu_seqlens=starts)
+    out = trainer("small")(ids, attention_mask=mask)
+    expected = trainer("small")(flat, cu_seqlens=starts)
     assert_same_bytes(out.logits[mask.bool()], expected.logits)
     with pytest.raises(LawBroken):  # the control: pads that are read
         assert_same_bytes(trainer("small")(ids).logits[mask.bool()], expected.logits)

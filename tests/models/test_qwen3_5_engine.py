@@ -62,7 +62,9 @@ REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (tokens(64, 4), SamplingParams(temperature=2.0, seed=5, max_new_tokens=4)),
 ]
 FAMILY = Family(CONFIGS, Qwen35ForRL, Qwen35ForServing, REQUESTS)
-twins, baseline, generate = FAMILY.twins, FAMILY.baseline, FAMILY.generate
+twins = FAMILY.twins
+baseline = FAMILY.baseline
+generate = FAMILY.generate
 
 
 def engine(kind: str = "dense", **options: Any) -> Engine:
@@ -106,7 +108,9 @@ def test_slot_order_moves_no_byte() -> None:
         order.shuffle(free)
         assert list(free) != before
     assert generate(shuffled) == baseline("dense")
-    swapped, table = engine(chunk_rows=13), Memory.table  # the control: slots that are read in another order than written
+    # the control: slots that are read in another order than written
+    swapped = engine(chunk_rows=13)
+    table = Memory.table
     memory = swapped.scheduler.memory
     turns = itertools.count()
 
@@ -158,7 +162,9 @@ def cold(common: int, own: int) -> tuple[dict[str, Any], dict[int, Any]]:
 
 def watched(served: Engine, prompt: list[int], new_tokens: int = 2) -> tuple[dict[str, Any], dict[int, Any]]:
     """A prompt's record, and every cached byte of it by the number of its tokens."""
-    found, memory, done = {}, served.scheduler.memory, []
+    found = {}
+    memory = served.scheduler.memory
+    done = []
     served.add(prompt, SamplingParams(seed=6, max_new_tokens=new_tokens))
     request = served.scheduler.waiting[0]
     while not done:
@@ -185,7 +191,8 @@ def test_the_nearest_snapshot_is_restored_and_the_rest_pushed(page: int, stride:
     kept = dict(pool.snapshots)
     assert len(kept) == len({384, *range(stride, 400, stride)})
     for common, own, reused in STRIDES[stride]:
-        pool.snapshots, before = dict(kept), replace(warm.stats)
+        pool.snapshots = dict(kept)
+        before = replace(warm.stats)
         record, caches = watched(warm, asked(common, own))
         assert record == cold(common, own)[0] and not differing(caches, cold(common, own)[1])
         assert warm.stats.reused_rows - before.reused_rows == reused
@@ -197,7 +204,8 @@ def test_the_nearest_snapshot_is_restored_and_the_rest_pushed(page: int, stride:
 def test_nobody_writes_into_a_shared_page(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has the whole page that a snapshot ends in: a start shares the pages before it only, and has this one of its own."""
     warm = engine(page_size=80, pages=12, snapshot_stride=64)
-    nearest, push = Scheduler._nearest, warm.runner.push
+    nearest = Scheduler._nearest
+    push = warm.runner.push
     started: list[int] = []
 
     def shared_open_page(scheduler: Scheduler, request: Request, cached: list[Any]) -> Start:
@@ -302,7 +310,8 @@ def test_a_stride_is_whole_chunks() -> None:
 def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
     served = engine(max_batch=3)
     generate(served)
-    memory, pool = served.scheduler.memory, served.scheduler.pool
+    memory = served.scheduler.memory
+    pool = served.scheduler.pool
     assert (memory.slots, pool.slots, memory.nbytes) == (3, 3, twins("dense")[1].make_memory(60, 16, 3).nbytes)
     held = [weakref.ref(t) for t in memory.tensors().values()]
     held += [weakref.ref(snapshot) for snapshot in pool.snapshots.values()]
@@ -339,10 +348,13 @@ def test_slots_are_as_many_as_requests_and_are_given_back() -> None:
     ),
 )
 def test_no_schedule_of_shared_prefixes_moves_a_byte(options: dict[str, Any], moves: list[tuple[str, int]]) -> None:
-    served, asked_for, done = engine(**options), {}, []
+    served = engine(**options)
+    asked_for = {}
+    done = []
     for move, value in [*moves, ("step", 500)]:
         if move == "add":
-            common, own = value, len(asked_for) % 3 * 7
+            common = value
+            own = len(asked_for) % 3 * 7
             asked_for[served.add(asked(common, own), SamplingParams(seed=6, max_new_tokens=2))] = common, own
         elif move == "preempt" and served.scheduler.running:
             served.preempt(served.scheduler.running[value % len(served.scheduler.running)].request_id)
@@ -360,7 +372,8 @@ def test_no_schedule_of_shared_prefixes_moves_a_byte(options: dict[str, Any], mo
 
 @pytest.mark.parametrize(("page", "length"), [(16, 129), (80, 129), (80, 70), (128, 70), (128, 64)])
 def test_samples_of_one_prompt_share_its_rows(page: int, length: int) -> None:
-    group, prompt = engine(page_size=page), LONG[:length]
+    group = engine(page_size=page)
+    prompt = LONG[:length]
     params = [SamplingParams(seed=n, max_new_tokens=3) for n in range(4)]
     records = group.generate([prompt] * 4, params)
     assert group.stats.reused_rows == 3 * ((length - 1) // 64 * 64)
@@ -395,7 +408,8 @@ class Broken(Exception):
 @pytest.mark.parametrize("at", (1, 2, 4, 6))
 def test_a_step_that_breaks_off_leaves_no_trace(kind: str, error: type[BaseException], at: int) -> None:
     """The first layer has written its slots by then; nothing of that is read, then or by a later request."""
-    served, left = engine(kind, chunk_rows=50), [at]
+    served = engine(kind, chunk_rows=50)
+    left = [at]
 
     def hook(*_: Any) -> None:
         left[0] -= 1
@@ -403,7 +417,8 @@ def test_a_step_that_breaks_off_leaves_no_trace(kind: str, error: type[BaseExcep
             raise error
 
     handle = served.model.model.layers[-1].register_forward_pre_hook(hook)
-    ids, done = [served.add(*request) for request in REQUESTS], []
+    ids = [served.add(*request) for request in REQUESTS]
+    done = []
     with pytest.raises(error):
         while True:
             done += served.step()
@@ -519,12 +534,15 @@ def test_an_update_with_recompute_while_requests_hold_slots(kind: str, steps: in
     assert any(request.computed % 64 for request in running)
     served.update_weights(new.published_tensors(), mode="recompute")
     assert served_by is Forgetful or (not served.scheduler.running and len(served.scheduler.pool.free_slots) == 64)
-    records, wrong = {record.request_id: record for record in drive(served)}, 0
+    records = {record.request_id: record for record in drive(served)}
+    wrong = 0
     for request_id in ids:
-        record, count = records[request_id], drawn[request_id]
+        record = records[request_id]
+        count = drawn[request_id]
         assert record.exact
         versions = (old.weights_version,) * count + (new.weights_version,) * (len(record.output_ids) - count)
-        by_old, by_new = trained(old, record), trained(new, record)
+        by_old = trained(old, record)
+        by_new = trained(new, record)
         wanted = {name: (*by_old[name][:count], *by_new[name][count:]) for name in by_old}
         wrong += {name: getattr(record, name) for name in wanted} != wanted or record.output_versions != versions
     fresh = Engine(Qwen35ForServing.from_config(CONFIGS[kind], seed=2, device="cpu"), pages=60, page_size=16, prefix_cache=False)
@@ -603,13 +621,15 @@ def test_pages_that_fit_leave_room_for_slots(monkeypatch: pytest.MonkeyPatch) ->
 def test_default_sizes_are_measured_within_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second slot is allocated where it can't be had, and nothing more at all after a least memory that is too large."""
     model = twins("dense")[1]
-    make, made = model.make_memory, list[tuple[int, int | None, int]]()
+    make = model.make_memory
+    made = list[tuple[int, int | None, int]]()
 
     def noted(pages: int, page_size: int | None = None, slots: int = 1) -> Memory:
         made.append((pages, page_size, slots))
         return make(pages, page_size, slots)
 
-    least, page = make(2, None, 1).nbytes, make(3, None, 1).nbytes - make(2, None, 1).nbytes
+    least = make(2, None, 1).nbytes
+    page = make(3, None, 1).nbytes - make(2, None, 1).nbytes
     both = 2 * (least - page)  # from here on half of what is left may be a second slot
     monkeypatch.setattr(model, "make_memory", noted)
     tried = {least - 1: [(2, 1)], least: [(2, 1), (3, 1)], both - 1: [(2, 1), (3, 1)], both: [(2, 1), (3, 1), (2, 2)]}

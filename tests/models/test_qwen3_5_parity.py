@@ -126,7 +126,8 @@ class TestParity:
     @pytest.mark.parametrize("kind", ["dense", "moe"])
     @torch.no_grad()
     def test_padded_and_packed(self, checkpoint: Checkpoints, kind: str) -> None:
-        model, reference = zoo.load(checkpoint(kind), **FP32), theirs(checkpoint(kind), torch.float32)
+        model = zoo.load(checkpoint(kind), **FP32)
+        reference = theirs(checkpoint(kind), torch.float32)
         assert_packed_parity(model, reference, [tokens(1, 70), tokens(2, 5), tokens(3, 18)], 1e-3)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +137,8 @@ class TestParity:
 
         Running sums of log-decay reach hundreds, in ours as in theirs: an ulp of 256 is 3e-5, and exponentials err by as much.
         """
-        model, ids = zoo.load(checkpoint(kind), **FP32), tokens()
+        model = zoo.load(checkpoint(kind), **FP32)
+        ids = tokens()
         exact = float64_of(model).logits(ids)
         mine, their = (
             float((x.double() - exact).abs().max())
@@ -147,7 +149,8 @@ class TestParity:
     @pytest.mark.parametrize("kind", KINDS)
     def test_gradients(self, checkpoint: Checkpoints, kind: str) -> None:
         """FP32 against float64 autograd, and theirs beside it: a decay's gradient is a sum of terms that nearly cancel."""
-        ids, model = tokens(count=100), zoo.load(checkpoint(kind), **FP32)
+        ids = tokens(count=100)
+        model = zoo.load(checkpoint(kind), **FP32)
         (-model.score(ids, whole(ids))[:-1].mean()).backward()
         exact = leaves(float64_of(model))
         (-next_log_prob(exact.logits(ids), ids).mean()).backward()
@@ -184,7 +187,8 @@ class TestParity:
         del stored["text_config"]["tie_word_embeddings"]
         (tmp_path / "config.json").write_text(json.dumps(stored))
         assert stored["tie_word_embeddings"] == tied and ("lm_head.weight" in tensors_of(tmp_path)) != tied
-        ids, model = tokens(), zoo.load(tmp_path, **FP32)
+        ids = tokens()
+        model = zoo.load(tmp_path, **FP32)
         expected = vision_language.from_pretrained(tmp_path, dtype=torch.float32).eval()(input_ids=ids[None]).logits[0]
         assert model.config.wrapped and model.config.tied == tied
         assert (model(ids, cu_seqlens=whole(ids)).logits - expected).abs().max() <= 1e-3 < 1 < expected.abs().max()
@@ -212,10 +216,14 @@ def test_bf16_errs_no_more_than_transformers(checkpoint: Checkpoints, kind: str)
 
 def test_bf16_gradients(checkpoint: Checkpoints) -> None:
     """Relative errors against float64 over all parameters of several checkpoints: ours on average below theirs."""
-    mine, their, coarse = [], [], []
+    mine = []
+    their = []
+    coarse = []
     for seed in range(4):
         run = Run(checkpoint("dense, large eps", seed, torch.bfloat16), tokens(seed, 100))
-        found, reference, wanted = run.gradients(run.ours), run.their_gradients(), run.exact_gradients()
+        found = run.gradients(run.ours)
+        reference = run.their_gradients()
+        wanted = run.exact_gradients()
         mine += [relative(found[name], value) for name, value in wanted.items()]
         their += [relative(reference[name], value) for name, value in wanted.items()]
         cut = {name: (g.bfloat16().view(torch.int16) & ~31).view(torch.bfloat16) for name, g in found.items()}
@@ -249,7 +257,8 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one, as transformers saves them, into the published stacks."""
     out = {name: t for name, t in tensors.items() if ".experts." not in name}
     for i in range(GEOMETRY["num_hidden_layers"]):
-        at, count = f"model.layers.{i}.mlp.experts", MIXTURE["num_experts"]
+        at = f"model.layers.{i}.mlp.experts"
+        count = MIXTURE["num_experts"]
         gate, up, down = ([tensors[f"{at}.{e}.{part}_proj.weight"] for e in range(count)] for part in ("gate", "up", "down"))
         out[f"{at}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up)])
         out[f"{at}.down_proj"] = torch.stack(down)
@@ -282,7 +291,8 @@ def test_round_trip(arch: str, vision: bool, tmp_path: Path) -> None:
     for vector in ("A_log", "dt_bias", "norm.weight"):
         assert names[f"{root}.layers.0.linear_attn.{vector}"] == "F32"
     assert ("model.visual.patch_embed.proj.weight" in names) == ("mtp.fc.weight" in names) == vision
-    trainer, server = zoo.load(path, device="cpu"), zoo.load(path, role="serving", device="cpu")
+    trainer = zoo.load(path, device="cpu")
+    server = zoo.load(path, role="serving", device="cpu")
     assert isinstance(trainer, Qwen35ForRL) and isinstance(server, Qwen35ForServing)
     mixer = trainer.model.layers[0].mixer
     assert {p.dtype for p in (mixer.gate.a_log, mixer.gate.dt_bias, mixer.norm.weight)} == {torch.float32}
@@ -293,12 +303,14 @@ def test_round_trip(arch: str, vision: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         mixer.gate.a_log.add_(1e-6)
     trainer.save_pretrained(tmp_path / "trained")
-    changed, before = tensors_of(tmp_path / "trained"), tensors_of(path)
+    changed = tensors_of(tmp_path / "trained")
+    before = tensors_of(path)
     assert [name for name in before if not torch.equal(changed[name], before[name])] == [f"{root}.layers.0.linear_attn.A_log"]
 
 
 def test_the_wrapped_config_is_the_text_model(tmp_path: Path) -> None:
-    plain, wrapped = make_tiny("qwen3_5", tmp_path / "plain"), make_tiny("qwen3_5", tmp_path / "wrapped", vision=True)
+    plain = make_tiny("qwen3_5", tmp_path / "plain")
+    wrapped = make_tiny("qwen3_5", tmp_path / "wrapped", vision=True)
     ids = torch.arange(70)
     models = [zoo.load(p, device="cpu") for p in (plain, wrapped)]
     a, b = (model.config for model in models)
@@ -315,7 +327,8 @@ def test_the_wrapped_config_is_the_text_model(tmp_path: Path) -> None:
         models[1].fingerprint().check(models[0].fingerprint())
     # a server that holds either form takes the other one's folder and names
     for start, end in ((plain, wrapped), (wrapped, plain), (wrapped, text)):
-        engine, wanted = Engine(zoo.load(start, role="serving", device="cpu"), pages=4, max_batch=1), zoo.load(end, device="cpu")
+        engine = Engine(zoo.load(start, role="serving", device="cpu"), pages=4, max_batch=1)
+        wanted = zoo.load(end, device="cpu")
         for given in (end, list(wanted.published_tensors())):
             before = engine.update_weights(start)
             assert (before == wanted.weights_version) == (end == text)
@@ -352,7 +365,8 @@ def test_the_text_part_that_transformers_saves(arch: str, tmp_path: Path) -> Non
 
 
 def test_both_prefixes_at_once_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    name, other = "model.norm.weight", "model.language_model.norm.weight"
+    name = "model.norm.weight"
+    other = "model.language_model.norm.weight"
     both = rewritten(checkpoint("dense"), tmp_path / "both", lambda t: {**t, other: t[name].clone()})
     with pytest.raises(ValueError, match=f"1 tensors unknown: {other}$"):
         zoo.load(both, **FP32)
@@ -362,7 +376,8 @@ def test_both_prefixes_at_once_are_refused(checkpoint: Checkpoints, tmp_path: Pa
 def test_an_update_in_two_layouts_is_refused(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "LOAD_BYTES", 1)  # the plugin's stream: one tensor a piece
     model = Qwen35ForServing.from_config(MOE_SIZES["tiny"], seed=1, device="cpu")
-    at, version = "model.layers.0.mlp", model.weights_version
+    at = "model.layers.0.mlp"
+    version = model.weights_version
     stack = dict(model.published_tensors())[f"{at}.experts.gate_up_proj"] * 2
     given = {"experts.gate_up_proj": stack, "experts.0.gate_proj.weight": stack[0, :64].clone()}
     pairs = [(f"{at}.{name}", given[name]) for name in sorted(given, key=lambda name: name != first)]
@@ -532,7 +547,8 @@ def test_a_changed_config_is_written_as_it_is(tmp_path: Path) -> None:
 
 def test_a_config_is_not_changed_through_what_it_wrote() -> None:
     read = Qwen35Config.from_hf({"model_type": "qwen3_5", "vision_config": {"depth": 2}, "text_config": SIZES["tiny"].to_hf()})
-    wanted, written = read.to_hf(), read.to_hf()
+    wanted = read.to_hf()
+    written = read.to_hf()
     written["text_config"]["hidden_size"] = 64
     written["vision_config"]["depth"] = 3
     assert written != wanted and read.to_hf() == wanted

@@ -156,7 +156,8 @@ class Run(parity_harness.Run):
 
     def errors(self, hidden: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """Squared errors against float64 of comparable final rows and log-probabilities."""
-        rows, scored = self.comparable_T, self.comparable_T[:-1]
+        rows = self.comparable_T
+        scored = self.comparable_T[:-1]
         by_row = (hidden.double() - self.exact_hidden).square().mean(-1)
         return by_row[rows], (log_prob.double() - self.exact_log_prob).square()[scored]
 
@@ -199,7 +200,9 @@ def test_bf16_gradients_against_float64(checkpoint: Checkpoints, kind: str) -> N
         run = Run(checkpoint(kind, seed, torch.bfloat16), tokens(seed, 20))
         if not run.comparable_T.all():
             continue  # another expert, another gradient
-        found, reference, wanted = run.gradients(run.ours), unstacked(run.their_gradients()), run.exact_gradients()
+        found = run.gradients(run.ours)
+        reference = unstacked(run.their_gradients())
+        wanted = run.exact_gradients()
         for name, gradient in wanted.items():
             if not gradient.any():
                 assert not found[name].any(), f"{name} has no gradient in float64"
@@ -215,14 +218,17 @@ def test_bf16_gradients_against_float64(checkpoint: Checkpoints, kind: str) -> N
 def test_a_gradient_that_is_cut_is_caught(checkpoint: Checkpoints) -> None:
     path = checkpoint("dense", 0, torch.bfloat16)
     run = Run(path, tokens(0, 20))
-    broken, wanted = run.gradients(ForgetsKeys.from_pretrained(path, device="cpu")), run.exact_gradients()
+    broken = run.gradients(ForgetsKeys.from_pretrained(path, device="cpu"))
+    wanted = run.exact_gradients()
     beyond = {name for name, gradient in wanted.items() if relative(broken[name], gradient) >= GRADIENT_BOUND}
     assert "model.layers.1.self_attn.k_proj.weight" in beyond and "model.layers.1.self_attn.v_proj.weight" not in beyond
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_has_a_finite_gradient_or_is_an_unused_expert(checkpoint: Checkpoints, kind: str) -> None:
-    model, ids, used = Qwen3ForRL.from_pretrained(checkpoint(kind, 0, torch.bfloat16), device="cpu"), tokens(0, 3), set()
+    model = Qwen3ForRL.from_pretrained(checkpoint(kind, 0, torch.bfloat16), device="cpu")
+    ids = tokens(0, 3)
+    used = set()
     layers = iter(range(model.config.layers))
 
     def observe(contract: Contract, arguments: dict[str, Any], result: Any) -> None:

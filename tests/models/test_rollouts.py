@@ -77,7 +77,8 @@ def test_a_seed_and_n_give_derived_seeds() -> None:
 
 def test_rows_without_a_seed_score_and_do_not_draw() -> None:
     """Nothing falls back to a seed of its own."""
-    trainer, record = twins("dense")[0], drawn()
+    trainer = twins("dense")[0]
+    record = drawn()
     ids = torch.tensor(record.prompt_ids + record.output_ids)
     starts = torch.tensor([0, len(ids)])
     seedless = replace(record.sampling, seed=None)
@@ -140,7 +141,8 @@ def test_a_request_that_ran_through_an_update_is_not_on_policy(mode: str) -> Non
     late = served.add(STEM[:9], ASKED)
     records = {record.request_id: record for record in served.run()}
     new = served.fingerprint()
-    mixed, after = records[through], records[late]
+    mixed = records[through]
+    after = records[late]
     assert mixed.exact == (mode == "recompute") and mixed.fingerprint == after.fingerprint == new
     assert not mixed.on_policy(new) and not mixed.on_policy(old)
     assert before.on_policy(old) and not before.on_policy(new)
@@ -236,10 +238,8 @@ def test_records_survive_json() -> None:
 def test_records_are_drawn_again_together() -> None:
     """Packed: one of another seed is found between others, and only it."""
     trainer = twins("dense")[0]
-    prompts, params = (
-        [STEM, STEM[:3], STEM[:17]],
-        [SamplingParams(temperature=t, seed=7 + n, max_new_tokens=5 + n) for n, t in enumerate((0.0, 1.0, 0.7))],
-    )
+    prompts = [STEM, STEM[:3], STEM[:17]]
+    params = [SamplingParams(temperature=t, seed=7 + n, max_new_tokens=5 + n) for n, t in enumerate((0.0, 1.0, 0.7))]
     good = engine().generate(prompts, params)
     check_draws(trainer, *good)
     check_draws(trainer)
@@ -362,8 +362,10 @@ def test_records_that_end_in_every_way_are_read() -> None:
 
 
 def test_check_draws_refuses_what_score_refuses() -> None:
-    trainer, record = twins("dense")[0], drawn()
-    size, most = trainer.config.vocabulary, trainer.config.positions
+    trainer = twins("dense")[0]
+    record = drawn()
+    size = trainer.config.vocabulary
+    most = trainer.config.positions
     for wrong in (replace(record, output_ids=(*record.output_ids[:-1], size)), replace(record, prompt_ids=(size, *record.prompt_ids[1:]))):
         with pytest.raises(ValueError, match=f"token id {size} is outside the vocabulary of {size}"):
             check_draws(trainer, wrong)

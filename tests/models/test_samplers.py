@@ -31,7 +31,8 @@ class StandIn:
         type(self).started = options
         assert Path(options["model_path"]).is_dir()
         model = zoo.load(options["model_path"], role="serving", device="cpu")
-        self.engine, self.ended = Engine(model, pages=40), False
+        self.engine = Engine(model, pages=40)
+        self.ended = False
 
     def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], return_logprob: bool) -> list[dict[str, Any]]:
         assert return_logprob

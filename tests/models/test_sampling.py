@@ -48,7 +48,8 @@ def logits_of(rows: int, vocabulary: int, seed: int = 0, kind: str = "normal") -
 
 def operands(rows: int, vocabulary: int, width: int = 48, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(vocabulary)
-    hidden, weight = torch.randn(rows, width, generator=random), torch.randn(vocabulary, width, generator=random) / width**0.5 * 3
+    hidden = torch.randn(rows, width, generator=random)
+    weight = torch.randn(vocabulary, width, generator=random) / width**0.5 * 3
     return hidden.to(dtype), weight.to(dtype)
 
 
@@ -60,9 +61,11 @@ def scaled_and_lse(x: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
 def support_by_hand(scaled_V: Tensor, lse: Tensor, params: SamplingParams) -> list[bool]:
     """The definition, token by token, in Python integers."""
     p = torch.exp(scaled_V - lse)
-    values, chances = scaled_V.tolist(), p.tolist()
+    values = scaled_V.tolist()
+    chances = p.tolist()
     likely = (p >= torch.tensor(params.min_p, dtype=torch.float32) * p.max()).tolist()
-    kept, mass = [False] * len(values), 0
+    kept = [False] * len(values)
+    mass = 0
     for rank, token in enumerate(sorted(range(len(values)), key=lambda t: (-values[t], t))):
         few = params.top_k <= 0 or rank < params.top_k
         kept[token] = few and (params.top_p >= 1 or mass <= params.top_p * MASS_ONE) and likely[token]
@@ -71,9 +74,11 @@ def support_by_hand(scaled_V: Tensor, lse: Tensor, params: SamplingParams) -> li
 
 
 def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
-    c, k = list(counter), list(key)
+    c = list(counter)
+    k = list(key)
     for _ in range(10):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        a = c[0] * 0xD2511F53
+        b = c[2] * 0xCD9E8D57
         c = [(b >> 32) ^ c[1] ^ k[0], b % 2**32, (a >> 32) ^ c[3] ^ k[1], a % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
@@ -154,7 +159,8 @@ def test_support_is_its_definition(
     vocabulary: int, kind: str, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    x, rows = logits_of(2, vocabulary, seed, kind), rows_of([params, params])
+    x = logits_of(2, vocabulary, seed, kind)
+    rows = rows_of([params, params])
     scaled, lse = scaled_and_lse(x, rows)
     found = support(scaled, lse, rows, PROGRAM)
     for r in range(2):
@@ -234,7 +240,8 @@ def test_philox_known_answers() -> None:
 
 @pytest.mark.parametrize("width", [5, 1000, 4097, 9000])
 def test_noise_follows_its_counter_layout(width: int) -> None:
-    seeds, positions = [3, 2**64 - 7], [17, 2**40 + 5]
+    seeds = [3, 2**64 - 7]
+    positions = [17, 2**40 + 5]
     found = gumbel(torch.tensor([3, -7]), torch.tensor(positions), width)
     assert found.isfinite().all()
     for r in range(2):
@@ -250,7 +257,8 @@ def test_noise_follows_its_counter_layout(width: int) -> None:
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**33), vocabulary=st.sampled_from([257, 1000]), data=st.data())
 def test_token_is_the_argmax_over_the_support(seed: int, position: int, vocabulary: int, data: st.DataObject) -> None:
     params = replace(data.draw(st.sampled_from(MIXED)), seed=seed)
-    x, rows = logits_of(1, vocabulary, seed % 97, data.draw(st.sampled_from(["normal", "ties"]))), rows_of([params], [position])
+    x = logits_of(1, vocabulary, seed % 97, data.draw(st.sampled_from(["normal", "ties"])))
+    rows = rows_of([params], [position])
     scaled, lse = scaled_and_lse(x, rows)
     kept = support(scaled, lse, rows, PROGRAM)
     score = (scaled if params.is_greedy else scaled + gumbel(rows.seed_R, rows.position_R, vocabulary))[0].tolist()
@@ -295,7 +303,8 @@ def test_greedy_takes_the_lower_id_and_scores_natively() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(seed=11), SamplingParams(temperature=1.5, top_k=4, seed=12)])
 def test_frequencies_follow_the_probabilities(params: SamplingParams) -> None:
     """Chi-square with 7 (or 3) degrees of freedom: 40 is implausible for them, and little for a wrong temperature."""
-    draws, x = 6000, torch.tensor([[1.0, 0.5, 0.0, 2.0, -1.0, 0.3, 1.2, -0.4]])
+    draws = 6000
+    x = torch.tensor([[1.0, 0.5, 0.0, 2.0, -1.0, 0.3, 1.2, -0.4]])
     rows = rows_of([params] * draws, range(draws))
     counts = torch.bincount(sample(x.expand(draws, -1).contiguous(), rows, PROGRAM).token_R, minlength=8).double()
 
@@ -312,7 +321,8 @@ def test_frequencies_follow_the_probabilities(params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("vocabulary", [257, 1000, 5000])
 def test_a_row_is_independent_of_its_batch(vocabulary: int) -> None:
-    x, rows = logits_of(7, vocabulary), rows_of(MIXED, [5, 6, 7, 8, 9, 10, 11])
+    x = logits_of(7, vocabulary)
+    rows = rows_of(MIXED, [5, 6, 7, 8, 9, 10, 11])
     whole = sample(x, rows, PROGRAM)
     for index in ([0], [6], [2], [6, 5, 4, 3, 2, 1, 0], [3, 3, 1], [0, 1, 6]):
         pick = torch.tensor(index)
@@ -326,7 +336,8 @@ def test_a_row_is_independent_of_its_batch(vocabulary: int) -> None:
 
 def test_bounds_move_no_byte() -> None:
     """Rows without filters or temperature: the cheap path, the full path and the native score."""
-    x, rows = logits_of(4, 1000), rows_of([SamplingParams(seed=s) for s in range(3)] + [GREEDY])
+    x = logits_of(4, 1000)
+    rows = rows_of([SamplingParams(seed=s) for s in range(3)] + [GREEDY])
     full = replace(rows, scales=True, filters=True)
     assert not rows.filters and not rows.scales
     cheap = sample(x, rows, PROGRAM)
@@ -340,7 +351,8 @@ def test_bounds_move_no_byte() -> None:
 
 def test_resumed_equals_uninterrupted() -> None:
     """A toy model over one sequence: stopped after any token and resumed in another batch, the rest is drawn alike."""
-    vocabulary, table = 257, logits_of(257, 257)
+    vocabulary = 257
+    table = logits_of(257, 257)
 
     def continued(tokens: list[int], until: int, params: SamplingParams, beside: int = 0, shift: int = 0) -> list[int]:
         tokens = list(tokens)
@@ -402,7 +414,8 @@ def test_the_replay_multiplies_with_the_vocabulary_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(LOG_PROB, "_logits", counted)
 
     def gradients_of(together: bool) -> tuple[Tensor, ...]:
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        h = hidden.clone().requires_grad_()
+        w = weight.clone().requires_grad_()
         scores = score_filtered(h, w, token, rows, PROGRAM)
         plain = scores
         if not together:
@@ -421,7 +434,8 @@ def test_the_replay_multiplies_with_the_vocabulary_once(monkeypatch: pytest.Monk
 
 def test_replay_gradient_against_float64() -> None:
     program = resolve("transformers", "cpu", torch.float32)
-    vocabulary, count = 257, 14
+    vocabulary = 257
+    count = 14
     hidden, weight = operands(count, vocabulary, 24, torch.float32)
     rows = rows_of([MIXED[r % 7] for r in range(count)])
     x = ops.logits(hidden, weight, program=program)
@@ -433,12 +447,14 @@ def test_replay_gradient_against_float64() -> None:
     upstream = torch.randn(count, generator=torch.Generator().manual_seed(1))
 
     def ours(g: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        h = hidden.clone().requires_grad_()
+        w = weight.clone().requires_grad_()
         scored = score_filtered(h, w, target, rows, program).log_prob_R
         return (scored.detach(), *torch.autograd.grad(scored, (h, w), g))
 
     def exact(mask: Tensor) -> tuple[Tensor, Tensor]:
-        h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+        h = hidden.double().requires_grad_()
+        w = weight.double().requires_grad_()
         wide = (h @ w.T) * rows.inverse_temperature_R.double()[:, None]
         scored = wide.gather(1, target[:, None])[:, 0] - wide.masked_fill(~mask, -torch.inf).logsumexp(1)
         live = torch.arange(count) != 3

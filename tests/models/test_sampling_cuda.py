@@ -51,7 +51,8 @@ def _noise(out, seed_R, position_R, N: tl.constexpr):
 
 def test_noise_against_the_reference() -> None:
     """Both logarithms keep their relative accuracy where u is next to 1: the largest noise is what decides a draw."""
-    seed, position = torch.tensor([-7], device="cuda"), torch.tensor([2**40 + 5], device="cuda")
+    seed = torch.tensor([-7], device="cuda")
+    position = torch.tensor([2**40 + 5], device="cuda")
     out = torch.empty(4096, device="cuda")
     _noise[(1,)](out, seed, position, N=reference.LANES)
     torch.testing.assert_close(out.cpu(), reference.gumbel(seed.cpu(), position.cpu(), 4096)[0], rtol=1e-5, atol=1e-5)
@@ -67,22 +68,26 @@ def test_support_against_a_sort() -> None:
     kept = support(scaled, lse, rows, PROGRAM)
     wide = scaled.double().softmax(1)
     for r in range(14):
-        params, count = MIXED[r % 7], int(kept[r].sum())
+        params = MIXED[r % 7]
+        count = int(kept[r].sum())
         order = scaled[r].argsort(descending=True, stable=True)
         assert kept[r, order[:count]].all()
-        mass, least = float(wide[r, order[: count - 1]].sum()), float(wide[r, order[count - 1]] / wide[r].max())
+        mass = float(wide[r, order[: count - 1]].sum())
+        least = float(wide[r, order[count - 1]] / wide[r].max())
         if not params.filters:
             assert count == VOCABULARY
             continue
         assert mass <= params.top_p + 1e-5 and least >= params.min_p - 1e-6 and (params.top_k <= 0 or count <= params.top_k)
-        more, ratio = mass + float(wide[r, order[count - 1]]), float(wide[r, order[count]] / wide[r].max())
+        more = mass + float(wide[r, order[count - 1]])
+        ratio = float(wide[r, order[count]] / wide[r].max())
         assert count == params.top_k or more > params.top_p - 1e-5 or ratio < params.min_p + 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_is_its_definition(kind: str) -> None:
     """Byte for byte, of the device's own probabilities; whatever a program's share of a row is."""
-    x, row = rows_of_kind(kind, 20, VOCABULARY, "cuda"), filters_of(20, "cuda")
+    x = rows_of_kind(kind, 20, VOCABULARY, "cuda")
+    row = filters_of(20, "cuda")
     lse = x.logsumexp(1)
     wanted = list(cut_by_sort(x, lse, *row))
     for chunks in (None, 2, 32):
@@ -98,9 +103,12 @@ def test_cut_is_its_definition(kind: str) -> None:
 def test_more_rows_than_a_grid_takes() -> None:
     """Every way of cutting them into launches gives the same bytes, and so does a row alone."""
     most = launches.GRID_ROWS
-    rows, columns = 2 * most + 3, 37
-    x, row = rows_of_kind("rounded", rows, columns, "cuda"), filters_of(rows, "cuda")
-    lse, index = x.logsumexp(1), torch.arange(rows, device="cuda")
+    rows = 2 * most + 3
+    columns = 37
+    x = rows_of_kind("rounded", rows, columns, "cuda")
+    row = filters_of(rows, "cuda")
+    lse = x.logsumexp(1)
+    index = torch.arange(rows, device="cuda")
 
     def results(pick: torch.Tensor) -> list[torch.Tensor]:
         cut = kernels.cut(x[pick], lse[pick], *(t[pick] for t in row))
@@ -134,7 +142,8 @@ def test_bounds_batches_and_ties() -> None:
 
 def test_graph_replay() -> None:
     x, rows = made(8)
-    buffer, static = RowSampling.buffer(8, "cuda"), torch.zeros_like(x)
+    buffer = RowSampling.buffer(8, "cuda")
+    static = torch.zeros_like(x)
     sample(static, buffer, PROGRAM)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -153,13 +162,15 @@ def test_replay_and_its_gradient() -> None:
     weight = (torch.randn(20000, 1024, device="cuda", generator=random) / 8).bfloat16()
     rows = made(140, 1)[1]
     token, _, reported = sample(ops.logits(hidden, weight, program=PROGRAM), rows, PROGRAM)
-    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    h = hidden.requires_grad_()
+    w = weight.requires_grad_()
     scored = score_filtered(h, w, token, rows, PROGRAM).log_prob_R
     assert_same_bytes(scored.detach(), reported, "replay")
     found = torch.autograd.grad(scored.sum(), (h, w))
     x = ops.logits(hidden.detach(), weight.detach(), program=PROGRAM) * rows.inverse_temperature_R[:, None]
     kept = support(x, ops.log_prob_of_logits(x, token, program=PROGRAM).lse_R, rows, PROGRAM)
-    h64, w64 = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    h64 = hidden.detach().double().requires_grad_()
+    w64 = weight.detach().double().requires_grad_()
     wide = (h64 @ w64.T) * rows.inverse_temperature_R.double()[:, None]
     exact = wide.gather(1, token[:, None])[:, 0] - wide.masked_fill(~kept, -torch.inf).logsumexp(1)
     for mine, true in zip(found, torch.autograd.grad(exact.sum(), (h64, w64)), strict=True):

@@ -132,7 +132,8 @@ def test_hooks_are_gone_and_bytes_unchanged(subject: Subject) -> None:
 
 def test_of_a_row_that_is_pushed_twice_the_first_counts() -> None:
     """A chunk that is pushed again after a preemption, or a sequence that stands twice in a batch: both runs take the same one."""
-    tracer, key = Tracer(torch.nn.Module()), Key("layer", "op", 0, "out")
+    tracer = Tracer(torch.nn.Module())
+    key = Key("layer", "op", 0, "out")
     tracer.seen[key] = [(torch.tensor([7, 3]), torch.tensor([70, 30])), (torch.tensor([3, 9, 7]), torch.tensor([31, 90, 71]))]
     codes, checksums = tracer.rows_of(key)
     assert codes.tolist() == [3, 7, 9] and checksums.tolist() == [30, 70, 90]
@@ -218,7 +219,8 @@ class TestRecurrent:
 
     def test_equal_calls_show_no_difference(self, recurrent: Subject, tmp_path: Path) -> None:
         """Control: the script of a row that does not differ exits with status 0, and leaves its own state as it was."""
-        key, tracers = Key("model.layers.0.mixer", "gated_delta", 0, "out[0]"), []
+        key = Key("model.layers.0.mixer", "gated_delta", 0, "out[0]")
+        tracers = []
         for model, way in ((recurrent.trainer, ways.train), (recurrent.server, ways.decode)):
             with Tracer(model, capture=(key, 1, 120)) as tracer:
                 ways.exhaust(way(recurrent, tracer, [1], **({"tail": 40} if way is ways.decode else {})))  # type: ignore[operator]

@@ -18,7 +18,8 @@ from zoo.qwen3 import SIZES, Qwen3ForRL
 from zoo.testing import assert_same_bytes
 
 CONFIG = replace(SIZES["tiny"], layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=32, vocabulary=300, positions=24)
-IDS, STARTS = torch.arange(10), torch.tensor([0, 4, 10])
+IDS = torch.arange(10)
+STARTS = torch.tensor([0, 4, 10])
 PADDED = torch.arange(12).view(2, 6)
 
 
@@ -202,7 +203,8 @@ def test_a_score_multiplies_with_the_vocabulary_once(
     model: Qwen3ForRL, monkeypatch: pytest.MonkeyPatch, asked: dict[str, bool], params: SamplingParams | None
 ) -> None:
     module = sys.modules["zoo.common.ops.log_prob"]
-    multiply, rows = module._logits, 0
+    multiply = module._logits
+    rows = 0
 
     def counted(hidden_RD: Tensor, *others: Any) -> Tensor:
         nonlocal rows

@@ -184,7 +184,8 @@ def table(_: Config) -> WeightTable:
 class Model(Pretrained):
     def __init__(self, config: Config, program: Program) -> None:
         nn.Module.__init__(self)
-        self.config, self.program = config, program
+        self.config = config
+        self.program = program
         self.plain = nn.Parameter(torch.empty(3, 5, dtype=program.torch_dtype))
         self.decay = nn.Parameter(torch.empty(7, dtype=torch.float32))
         self.master = nn.Parameter(torch.empty(4, 5, dtype=torch.float32))

@@ -56,11 +56,13 @@ def recall(x_RC: Tensor, history: TokenRows, rows: Rows, *, program: Program) ->
     if history.page_table_NB is None:
         whole_N = rows.lengths_N.long() // TOKENS
         before_N = whole_N.cumsum(0) - whole_N
-        place_R, squeezed = before_N[rows.sequence_R] + newest_R, history.rows
+        place_R = before_N[rows.sequence_R] + newest_R
+        squeezed = history.rows
     else:
         size = history.rows.shape[1]
         page_R = history.page_table_NB[rows.sequence_R, newest_R.clamp(min=0) // size].long()
-        place_R, squeezed = page_R * size + newest_R % size, history.rows.flatten(0, 1)
+        place_R = page_R * size + newest_R % size
+        squeezed = history.rows.flatten(0, 1)
     there_R1 = (newest_R >= 0)[:, None]
     spare = squeezed.new_zeros(1, squeezed.shape[1])
     row_RC = torch.cat([spare, squeezed])[torch.where(newest_R >= 0, place_R + 1, 0)]

@@ -10,7 +10,8 @@ BLOCKS = BlockScaled(16, 32)
 
 
 def table(config: ToyConfig) -> WeightTable:
-    hidden, channels = config.hidden, config.channels
+    hidden = config.hidden
+    channels = config.channels
     entries: list[Entry] = [
         single("model.embed.weight", "model.embed_tokens.weight", (config.vocabulary, hidden), cut=Cut()),
         single("model.norm.weight", "model.norm.weight", (hidden,)),
