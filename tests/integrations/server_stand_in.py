@@ -81,9 +81,11 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
         def _reply(self, body: dict[str, Any]) -> None:
             try:
-                status, said = 200, json.dumps(stand_in.answer(self.path, body))
+                status = 200
+                said = json.dumps(stand_in.answer(self.path, body))
             except ValueError as error:
-                status, said = 400, json.dumps({"error": {"message": str(error)}})
+                status = 400
+                said = json.dumps({"error": {"message": str(error)}})
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 
-HIDDEN, INNER, EXPERTS, SLOTS = 160, 96, 5, 3
+HIDDEN = 160
+INNER = 96
+EXPERTS = 5
+SLOTS = 3
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

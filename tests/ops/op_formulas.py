@@ -280,7 +280,8 @@ def _values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Of E2M1 codes, by the definition of a float: two bits of exponent with bias 1, one of mantissa."""
     both = codes.view(torch.uint8).long()
     code = torch.stack([both % 16, both // 16], -1).flatten(-2)
-    exponent, mantissa = code // 2 % 4, (code % 2).double()
+    exponent = code // 2 % 4
+    mantissa = (code % 2).double()
     size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + mantissa / 2), mantissa / 2)
     values = torch.where(code >= 8, -size, size)
     return (values * scales.double().repeat_interleave(32, -1)).to(dtype)

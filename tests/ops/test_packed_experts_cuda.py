@@ -109,7 +109,8 @@ def test_row_law(case: tuple[tuple[int, int, int, int], Weights]) -> None:
     whole = kernels.packed_experts_triton(x, chosen, *weights, LIMIT)
     for rows in ([0], [2999], [7, 3], list(range(64)), list(range(1000, 0, -1)), list(range(0, 3000, 2))):
         assert torch.equal(kernels.packed_experts_triton(x[rows], chosen[rows], *weights, LIMIT), whole[rows])
-    other, elsewhere = x.clone(), chosen.clone()
+    other = x.clone()
+    elsewhere = chosen.clone()
     other[1:] = torch.nan
     elsewhere[1:] = (elsewhere[1:] + 1) % count
     changed = kernels.packed_experts_triton(other, elsewhere, *weights, LIMIT)
@@ -138,7 +139,10 @@ def test_graph_replay_equals_eager(case: tuple[tuple[int, int, int, int], Weight
 
 @pytest.mark.parametrize("rows", [1, 50, 400])
 def test_gradient_of_x_against_float64(rows: int) -> None:
-    hidden, inner, count, slots = 512, 192, 16, 4
+    hidden = 512
+    inner = 192
+    count = 16
+    slots = 4
     weights = made(hidden, inner, count)
     x, chosen = rows_of(rows, hidden, count, slots)
     grad = torch.randn(rows, slots, hidden, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(3))

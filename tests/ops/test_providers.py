@@ -38,7 +38,7 @@ def lacks() -> Functions:
 
 
 def call(provider: Provider[Functions], x: Tensor) -> Tensor:
-    return provider.functions.forward(x, 1)
+    return provider.functions.forward(x, None, None, None)
 """
 
 
