@@ -204,12 +204,22 @@ def test_without_the_hook_a_fused_step_would_be_the_only_one_to_go_unseen(monkey
         assert torch.equal(held._tensor, model.model.norm.weight.bfloat16()) is watched
 
 
+def in_the_same_memory(model: Any) -> None:
+    """As an allocator may place a new parameter: at the address of one that is gone, and no write counted."""
+    memory = model.model.norm.weight.detach().clone()
+    model.model.norm.weight = nn.Parameter(memory)
+    model.score(IDS, STARTS)
+    memory.numpy()[:] *= 1.5
+    model.model.norm.weight = nn.Parameter(memory)
+
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "in place": lambda m: m.model.norm.weight.mul_(1.5),
     "a view": lambda m: m.model.embed.weight[3:5].add_(1.0),
     "load_state_dict": lambda m: m.load_state_dict({n: p * 1.5 for n, p in m.named_parameters()}),
     "load_state_dict, assigned": lambda m: m.load_state_dict({n: p * 1.5 for n, p in m.state_dict().items()}, assign=True),
     "another parameter": lambda m: setattr(m.model.norm, "weight", nn.Parameter(m.model.norm.weight * 1.5)),
+    "another parameter in the same memory": in_the_same_memory,
     "other data": lambda m: setattr(m.model.norm.weight, "data", m.model.norm.weight * 1.5),
     "load_weights": lambda m: m.load_weights([(n, t * 1.5) for n, t in m.published_tensors()]),
     "uncounted, told": lambda m: (m.model.norm.weight.data.mul_(1.5), m.weights_changed()),

@@ -82,7 +82,7 @@ class Batch:
     def back(self, rows: Tensor) -> Tensor:
         """Rows [R, ...] in the shape of input_ids, +0 where there is padding."""
         if self.keep_BT is None:
-            return rows.unflatten(0, self.shape)
+            return rows if self.shape == rows.shape[:1] else rows.unflatten(0, self.shape)  # FSDP2 warns of views
         padded = rows.new_zeros(*self.shape, *rows.shape[1:])
         return padded.masked_scatter(self.keep_BT.view(*self.shape, *[1] * (rows.dim() - 1)), rows)
 
