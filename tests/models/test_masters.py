@@ -389,6 +389,25 @@ def test_both_kinds_of_checkpoint_save_and_load(arch: str, tmp_path: Path) -> No
     assert_same_bytes(stored(tmp_path / "masters again"), stored(tmp_path / "masters"))
 
 
+def test_frozen_codes_stay_codes_beside_masters(tmp_path: Path) -> None:
+    """A checkpoint in FP8: what is not codes trains as masters, and a checkpoint of masters keeps the codes and their scales."""
+    folder = make_tiny("qwen3", tmp_path / "tiny", layers=1, form="fp8")
+    model = zoo.load(folder, device="cpu", program="fp8", master_dtype=torch.float32)
+    plain = zoo.load(folder, device="cpu", program="fp8")
+    codes = [name for name, p in model.named_parameters() if p.dtype == torch.float8_e4m3fn]
+    assert codes and {p.dtype for name, p in model.named_parameters() if name not in codes} == {torch.float32}
+    backward(model)
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3).step()
+    plain.load_weights(model.published_tensors())
+    assert plain.weights_version == model.weights_version
+    assert_same_bytes(model.score(IDS, STARTS), plain.score(IDS, STARTS))
+    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "masters", masters=True)
+    assert zoo.load(tmp_path / "published", device="cpu", program="fp8").weights_version == model.weights_version
+    again = zoo.load(tmp_path / "masters", device="cpu", program="fp8", master_dtype=torch.float32)
+    assert_same_bytes(dict(again.named_parameters()), dict(model.named_parameters()))
+
+
 def test_in_files_of_its_own(tmp_path: Path) -> None:
     """Where no checkpoint says how they are cut."""
     model = made()

@@ -328,7 +328,7 @@ def reading_order(table: WeightTable, usual: torch.dtype, source: Checkpoint | N
 
 def _written(usual: torch.dtype, masters: bool) -> Callable[[Entry], torch.dtype]:
     """The dtype in which an entry's tensors are written."""
-    return lambda entry: entry.held(usual) if masters else entry.stored(usual)
+    return lambda entry: entry.held(usual) if masters and entry.is_master else entry.stored(usual)
 
 
 def _may_narrow(entry: Entry, stored: torch.dtype, written: Callable[[Entry], torch.dtype]) -> bool:

@@ -356,7 +356,7 @@ class Pretrained(nn.Module):
         held = {} if sharded else self._held
 
         def read(name: str) -> Tensor:
-            if masters:
+            if masters and entries[name].is_master:
                 return whole(parameters[name])
             return held[name].published(parameters[name]) if name in held else entries[name].publish(whole(parameters[name]))
 
@@ -435,8 +435,9 @@ class Pretrained(nn.Module):
             entries = module.table_of().parameters
             for path, part in module.named_modules():
                 for name, parameter in list(part._parameters.items()):
-                    codec = entries[f"{path}.{name}".removeprefix(".")].codec
-                    if parameter is not None and codec is not None and codec.held != codec.stored:
+                    entry = entries[f"{path}.{name}".removeprefix(".")]
+                    codec = entry.codec
+                    if parameter is not None and codec is not None and entry.is_master:
                         part._parameters[name] = nn.Parameter(torch.empty_like(parameter, dtype=codec.held))
                         hold(part, name, codec, program.torch_dtype)
         table = module.table_of()

@@ -168,6 +168,11 @@ class Entry:
         return stored
 
     @property
+    def is_master(self) -> bool:
+        """Whether the parameter holds more than is stored of it, and an optimizer may move it by less than that shows."""
+        return isinstance(self.codec, Rounded | BlockScaled) and self.codec.held != self.codec.stored
+
+    @property
     def widens(self) -> bool:
         """Whether a checkpoint may have it narrower."""
         return self.held(torch.float64) is torch.float32

@@ -30,7 +30,7 @@ def needed(
     widths = {name: table.parameters[name].held(p.dtype).itemsize * p.numel() for name, p in trainer.named_parameters()}
     gradients = sum(size for name, size in widths.items() if table.parameters[name].trainable)
     both = "the weights of trainer, with FP32 masters, and server" if masters else "the weights of trainer and server"
-    once = 2 * weights + (sum(size for name, size in widths.items() if table.parameters[name].codec) if masters else 0)
+    once = 2 * weights + (sum(size for name, size in widths.items() if table.parameters[name].is_master) if masters else 0)
     held = {3: (once, both)}
     # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie
     twice, times = (2, " twice") if device == "cpu" else (1, "")
