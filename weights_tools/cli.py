@@ -11,7 +11,13 @@ import typer
 from zoo.common.reading import printable
 from zoo.common.terminal import Command, run
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Tools for checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Tools for checkpoints.",
+)
 command = functools.partial(app.command, cls=Command)
 
 

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
     from zoo.common.pretrained import Pretrained
 
-__all__ = ["load"]
+__all__ = ["__version__", "load"]
+
+__version__ = "0.1.0"
 
 
 def load(path_or_hub_id: str | Path, role: str = "rl", **kwargs: Any) -> Pretrained:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+import zoo
 from zoo.common.reading import printable
 from zoo.common.terminal import Command, Terminal, run
 
@@ -17,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Language models whose log-probabilities have the same bytes in training, prefill and decode.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 command = functools.partial(app.command, cls=Command)
 
@@ -33,6 +34,19 @@ Size = Annotated[
 Layers = Annotated[int | None, typer.Option(help="fewer layers, for random weights", show_default=False)]
 Json = Annotated[Path | None, typer.Option("--json", help="write a JSON file", show_default=False)]
 Store = Annotated[Path | None, typer.Option(help="file of qualifications instead of the one in ~/.cache", show_default=False)]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"zoo {zoo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def zoo_command(
+    version: Annotated[bool, typer.Option("--version", help="print the version and end", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Language models whose log-probabilities have the same bytes in training, prefill and decode."""
 
 
 @command()

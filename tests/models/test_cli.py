@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo import load
 from zoo.cli import main
@@ -68,7 +70,10 @@ def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Pat
     arguments = ("--device", "cpu", "--rungs", "1,3-4", "--lengths", "1,20,66", "--json", out, "--report", page)
     assert cli("verify", "qwen3", "--checkpoint", checkpoint, *arguments) == 0
     fields = json.loads(out.read_text())
-    assert list(fields) == ["arch", "device", "fingerprint", "rungs", "not_run", "first_divergence"]
+    totals = ["values_compared", "bytes_compared", "bytes_differing"]
+    assert list(fields) == ["arch", "device", "about", *totals, "fingerprint", "rungs", "not_run", "first_divergence"]
+    assert fields["bytes_compared"] == sum(row["compared_bytes"] for row in fields["rungs"]) and fields["bytes_differing"] == 0
+    assert fields["about"]["checkpoint"] == str(checkpoint) and fields["about"]["lengths"] == "1, 20, 66"
     assert fields["arch"] == "qwen3" and fields["first_divergence"] is None
     assert {row["rung"] for row in fields["rungs"]} == {1, 3, 4}
     for row in fields["rungs"]:
@@ -76,11 +81,12 @@ def test_verify_writes_json_and_a_page(cli: Cli, checkpoint: Path, tmp_path: Pat
         assert row["ok"] is True and row["differing"] == 0 and row["compared_bytes"] > row["compared"] > 0
     assert [set(line) for line in fields["not_run"]] == [{"rung", "what", "reason"}]
     said = capsys.readouterr().out
+    assert "which are all that a CPU has\n" in said and "unqualified" not in said
     assert "none differs" in said and f"wrote {page}\n" in said
     text = page.read_text()
     found = _Page(text)
     assert not found.outside and "http" not in text
-    assert found.tags.count("section") == 4 and found.tags.count("rect") == 3 * 66
+    assert found.tags.count("section") == 5 and found.tags.count("rect") == 3 * 66
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -328,3 +334,15 @@ def test_generate(cli: Cli, checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("Guess\\x1b[2J\nthe word")  # what steers a terminal is shown, lines stay lines
     made = json.loads(out.read_text())["generations"]
     assert len(made) == 1 and len(made[0]["completion"]["output_ids"]) == 4
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["verify", "-h"], ["qualify", "-h"]])
+def test_help_has_a_short_name(cli: Cli, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(*arguments) == 0 and "Usage: zoo" in capsys.readouterr().out
+
+
+def test_the_version_is_one(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli("--version") == 0 and capsys.readouterr().out == f"zoo {zoo.__version__}\n"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == zoo.__version__
+    assert f"\nversion: {zoo.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert all((ROOT / package / "py.typed").exists() for package in ("zoo", "weights_tools"))

@@ -14,6 +14,8 @@ from zoo.common.ops.contract import CONTRACTS, Contract
 from zoo.common.program import PROGRAMS
 from zoo.common.verdicts import Verdict
 
+ONE_KERNEL = "the reference kernels, which are all that a CPU has"
+
 
 def read(path: Path) -> list[Verdict]:
     """The verdicts of a store; those of older contracts or kernels are left out. ValueError naming the file if it can't be read."""
@@ -43,9 +45,10 @@ def reason(op: str, provider: str, shape: tuple[int, ...]) -> str:
 
 
 def state(chosen: Iterable[tuple[str, tuple[int, ...]]], device: str) -> str:
-    """For fingerprints: "qualified" if every candidate of every (op, shape) has a verdict; else, and on a CPU, "unqualified"."""
-    found = device == "cuda" and all(tried(op, p, shape) for op, shape in chosen for p in candidates(op, shape))
-    return "qualified" if found else "unqualified"
+    """For fingerprints: "qualified" if every candidate of every (op, shape) has a verdict, else "unqualified"; a CPU has no candidates."""
+    if device != "cuda":
+        return ONE_KERNEL
+    return "qualified" if all(tried(op, p, shape) for op, shape in chosen for p in candidates(op, shape)) else "unqualified"
 
 
 def candidates(op: str, shape: tuple[int, ...]) -> list[str]:

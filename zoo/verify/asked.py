@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from zoo.common.registry import find
@@ -41,6 +42,19 @@ class Asked:
     def trains_masters(self) -> bool:
         """Whether the trainer's parameters are FP32 masters: rung 5 takes optimizer steps."""
         return self.masters and 5 in self.rungs
+
+    def command(self) -> str:
+        """The command line that asks for the same, what is written beside it left out."""
+        defaults = {field.name: field.default for field in fields(self)}
+        words = ["zoo", "verify", self.arch]
+        for name in ("checkpoint", "revision", "device", "size", "layers", "layout", "program", "store"):
+            value = getattr(self, name)
+            words += [] if value is None else [f"--{name}", str(value)]
+        words += ["--rungs", ",".join(map(str, self.rungs))]
+        words += ["--lengths", ",".join(map(str, self.lengths))] if self.lengths is not None else []
+        words += ["--engine", self.engine, "--seed", str(self.seed)]
+        words += [] if self.masters == defaults["masters"] else ["--no-masters"]
+        return shlex.join(words)
 
     def __post_init__(self) -> None:
         family, _ = find(self.arch)

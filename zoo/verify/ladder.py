@@ -32,7 +32,10 @@ Way = Callable[[Tap], Iterator[Seen]]
 
 @dataclass
 class Result:
-    """What a climb found; `to_dict` is the JSON file of `zoo verify --json`."""
+    """What a climb found; `to_dict` is the JSON file of `zoo verify --json`.
+
+    about  date, version, command, and what was climbed with: by name
+    """
 
     arch: str
     device: str
@@ -44,6 +47,16 @@ class Result:
     divergence: Divergence | None = None
     names: tuple[str, str] = ("", "")
     heat: dict[tuple[str, int], int] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Values and bytes that were compared, and bytes that differ, in all rows."""
+        return {
+            "values_compared": sum(row.compared for row in self.rows),
+            "bytes_compared": sum(row.compared_bytes for row in self.rows),
+            "bytes_differing": sum(row.differing for row in self.rows),
+        }
 
     @property
     def ok(self) -> bool:
@@ -53,6 +66,8 @@ class Result:
         return {
             "arch": self.arch,
             "device": self.device,
+            "about": self.about,
+            **self.totals,
             "fingerprint": self.fingerprint,
             "rungs": [row.to_dict() for row in self.rows],
             "not_run": [*self.not_run, *self.unfinished],

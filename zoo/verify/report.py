@@ -12,7 +12,7 @@ from zoo.verify.map import Place, words
 BINS = 96  # columns of the heat map, at most
 CELL_HEIGHT = 18
 WIDTH = 960
-LEFT = 90
+LEFT = 130
 _STYLE = """
 :root { --ink: #1b1f24; --soft: #5a6472; --line: #dde2e8; --page: #f6f7f9; --card: #fff; --good: #1a7f4b; --bad: #b42318 }
 @media (prefers-color-scheme: dark) {
@@ -52,6 +52,7 @@ def page(result: Result, places: list[Place], layers: int, longest: int) -> str:
     body = [
         f"<h1>{escape(result.arch)} on {escape(result.device)}</h1>",
         f'<p class="verdict">{verdict}</p>',
+        f"<section><h2>This run</h2>{_pairs(result.about | _totals(result))}</section>",
         _divergence(result),
         f"<section><h2>Ladder</h2>{_ladder(result)}</section>",
         f"<section><h2>Differing bytes by layer and position</h2>{_heat(result, layers, longest)}</section>",
@@ -67,15 +68,17 @@ def page(result: Result, places: list[Place], layers: int, longest: int) -> str:
 def _divergence(result: Result) -> str:
     first = result.first_divergence
     if first is None:
-        return ""
-    cells = "".join(f"<dt>{escape(name)}</dt><dd><code>{escape(str(value))}</code></dd>" for name, value in first.items())
+        where = "" if result.ok else "<p>No place was found: a comparison failed for another reason, which its row names.</p>"
+        return where and f"<section><h2>First divergence</h2>{where}</section>"
+    named = {"values" if name == "elements" else name: value for name, value in first.items()}
+    cells = "".join(f"<dt>{escape(name)}</dt><dd><code>{escape(str(value))}</code></dd>" for name, value in named.items())
     one, other = result.names
     compared = f"<p>{escape(f'{one[:1].upper()}{one[1:]} was compared with {other}.')}</p>" if one else ""
     return f"<section><h2>First divergence</h2>{compared}<dl>{cells}</dl></section>"
 
 
 def _ladder(result: Result) -> str:
-    out = ['<table><tr><th>compared</th><th class="n">entries</th><th class="n">bytes</th><th class="n">differing</th>']
+    out = ['<table><tr><th>compared</th><th class="n">values</th><th class="n">bytes</th><th class="n">differing bytes</th>']
     out.append('<th class="n">K3</th><th>verdict</th></tr>')
     for rung, title in RUNGS.items():
         rows = [row for row in result.rows if row.rung == rung]
@@ -97,7 +100,7 @@ def _ladder(result: Result) -> str:
 
 
 def _heat(result: Result, layers: int, longest: int) -> str:
-    names = ["log-prob", *[str(layer) for layer in range(layers)]]
+    names = ["log-prob", *[str(layer) for layer in range(layers)]]  # as the tally has them
     width = -(-longest // BINS)
     bins = -(-longest // width)
     counts: dict[tuple[str, int], int] = {}
@@ -106,11 +109,11 @@ def _heat(result: Result, layers: int, longest: int) -> str:
         counts[cell] = counts.get(cell, 0) + count
     most = max(counts.values(), default=0)
     step = (WIDTH - LEFT) / bins
-    height = CELL_HEIGHT * len(names) + 30
+    height = CELL_HEIGHT * len(names) + 68
     out = [f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="differing bytes">']
     for i, name in enumerate(names):
         y = i * CELL_HEIGHT
-        label = name if i == 0 else f"layer {name}"
+        label = "log-probability" if i == 0 else f"layer {name}"
         out.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{label}</text>')
         for b in range(bins):
             count = counts.get((name, b), 0)
@@ -118,10 +121,36 @@ def _heat(result: Result, layers: int, longest: int) -> str:
             text = f"{label}, positions {b * width} to {min((b + 1) * width, longest) - 1}: {count} bytes"
             out.append(f'<rect {place} fill="{_shade(count, most)}"><title>{text}</title></rect>')
     for b in range(0, bins, max(1, bins // 8)):
-        out.append(f'<text x="{LEFT + b * step:.2f}" y="{height - 10}">{b * width}</text>')
-    what = "log-probabilities and cached bytes of rungs 1 to 5"
+        out.append(f'<text x="{LEFT + b * step:.2f}" y="{height - 48}">{b * width}</text>')
+    out.append(f'<text x="{LEFT - 8}" y="{height - 48}" text-anchor="end">position</text>')
+    out.append(_scale(most, height - 26))
+    what = f"log-probabilities and cached bytes of {_rungs(result)}"
     note = f"No byte differs: {what}." if not most else f"Darkest: {most:,} bytes. Counted over {what}."
     return f"<p>{note} One cell is {width} position{'s' if width > 1 else ''} of one layer.</p>{''.join(out)}</svg>"
+
+
+def _totals(result: Result) -> dict[str, str]:
+    return {name.replace("_", " "): f"{count:,}" for name, count in result.totals.items()}
+
+
+def _rungs(result: Result) -> str:
+    """The rungs that ran: "rung 3", "rungs 1, 2 and 3"."""
+    ran = sorted({str(row.rung) for row in result.rows})
+    if len(ran) < 2:
+        return f"rung {ran[0]}" if ran else "no rung"
+    return f"rungs {', '.join(ran[:-1])} and {ran[-1]}"
+
+
+def _scale(most: int, y: int) -> str:
+    """What the colours mean, from none to the most."""
+    steps = [0] if not most else sorted({0, 1, max(1, round(most / 27)), max(1, round(most * 8 / 27)), most})
+    out = [f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">differing bytes</text>']
+    for i, count in enumerate(steps):
+        x = LEFT + 110 * i
+        out.append(
+            f'<path d="M{x} {y}h18v{CELL_HEIGHT - 2}h-18z" fill="{_shade(count, most)}"/><text x="{x + 24}" y="{y + 13}">{count:,}</text>'
+        )
+    return "".join(out)
 
 
 def _shade(count: int, most: int) -> str:

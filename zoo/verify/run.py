@@ -11,6 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+import zoo
 from zoo.common import verdicts
 from zoo.common.files import check_file, check_fresh, write_file, written_in_place
 from zoo.common.ops import CONTRACTS
@@ -27,7 +28,7 @@ from zoo.verify.products import Held, all_products, hold
 from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
-from zoo.verify.subject import Subject, build, config_of, geometry, settings_for, sizes
+from zoo.verify.subject import Settings, Subject, build, config_of, geometry, settings_for, sizes
 from zoo.verify.tally import Row
 
 
@@ -85,6 +86,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
             save(json_file, ladder.result)
 
         ladder = Ladder(subject, settings, say, wrote, asked.engine)
+        ladder.result.about = about(asked, settings)
         with suited(subject.trainer):
             result = ladder.climb(asked.rungs)
         places = maps.operation_map(subject) if report is not None else []
@@ -101,6 +103,21 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
         except ValueError as error:  # the climb's verdict stands
             line(console, f"no reproduction: {error}")
     return result
+
+
+def about(asked: Asked, settings: Settings) -> dict[str, str]:
+    """What a report says of its run beside the fingerprint."""
+    random = f"random weights of size {asked.size or 'tiny'}" + (f", {asked.layers} layers" if asked.layers is not None else "")
+    revision = f", revision {asked.revision}" if asked.revision is not None else ""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "version": zoo.__version__,
+        "command": asked.command(),
+        "checkpoint": random if asked.checkpoint is None else f"{asked.checkpoint}{revision}",
+        "seed": str(asked.seed),
+        "lengths": ", ".join(map(str, settings.lengths)),
+        "engine": asked.engine,
+    }
 
 
 def line(console: Terminal, text: str) -> None:
@@ -126,7 +143,7 @@ def table_of(result: Result) -> Table:
     table = Table(title=f"zoo verify {result.arch} on {result.device}", box=SIMPLE)
     table.add_column("rung", justify="right")
     table.add_column("what was compared", overflow="fold")
-    for name in ("compared", "compared_bytes", "differing", "K3"):
+    for name in ("values", "bytes", "differing bytes", "K3"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in result.rows:
@@ -140,21 +157,20 @@ def table_of(result: Result) -> Table:
 
 def show_end(result: Result, console: Terminal) -> None:
     """One sentence of verdict, and where the first byte differs."""
-    bytes_compared = sum(row.compared_bytes for row in result.rows)
     if result.ok:
-        console.print(f"{bytes_compared:,} bytes compared, none differs.")
+        console.print(f"{result.totals['bytes_compared']:,} bytes compared, none differs.")
     else:
         failed = sum(not row.ok for row in result.rows)
-        differing = sum(row.differing for row in result.rows)
-        console.print(f"{failed} of {len(result.rows)} comparisons failed, {differing:,} bytes differ.")
+        console.print(f"{failed} of {len(result.rows)} comparisons failed, {result.totals['bytes_differing']:,} bytes differ.")
     first = result.first_divergence
     if first is not None:
         place = f"layer {first['layer']}, op {first['op']}, sequence {first['sequence']}, position {first['position']}"
-        console.print(f"first divergence: {place}, {first['elements']} elements, {first['ulp']} ulp")
+        console.print(f"first divergence: {place}, {first['elements']} values, {first['ulp']} ulp")
     parts = result.fingerprint
     program = parts["program"]["program"]
     state = parts["realisation"]["qualification"]
-    console.print(f"program {program}, weights {parts['weights']}, {state}")
+    kernels = f"{state}: the defining kernels ran" if state == "unqualified" else state
+    console.print(f"program {program}, weights {parts['weights']}, {kernels}")
 
 
 def qualify(
