@@ -103,6 +103,24 @@ def test_scales_of_all_sizes(scales: tuple[int, int]) -> None:
     assert_same_bytes(kernels.packed_experts_triton(x, chosen, *weights), wanted)
 
 
+@pytest.mark.parametrize("scales", [(0, 4), (117, 121), (100, 140)], ids=["subnormal", "usual", "wide"])
+@pytest.mark.parametrize("rows", [1, 40, 1000])
+def test_values_that_are_looked_up(rows: int, scales: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `prmt` and one product in BF16, or by FP32 arithmetic: the same weights."""
+    hidden, inner, count, slots = SHAPES[1]
+    weights = (*made(hidden, inner, count, scales)[:2], *made(hidden, inner, count)[2:])
+    x, chosen = rows_of(rows, hidden, count, slots)
+    x *= 2.0**100 if scales[0] == 0 else 2.0**-12 if scales[0] == 100 else 1.0
+    found = []
+    for lookup in (False, True):
+        monkeypatch.setattr(kernels, "LOOKUP", lookup)
+        found.append(kernels.packed_experts_triton(x, chosen, *weights))
+    assert bool((found[0] != 0).any()) and bool(found[0].isfinite().all())
+    assert_same_bytes(found[1], found[0])
+    weights[0].view(torch.uint8)[...] ^= 0x80  # control: signs of the odd columns
+    assert not torch.equal(kernels.packed_experts_triton(x, chosen, *weights), found[0])
+
+
 def test_row_law(case: tuple[tuple[int, int, int, int], Weights]) -> None:
     (hidden, _, count, slots), weights = case
     x, chosen = rows_of(3000, hidden, count, slots)

@@ -29,6 +29,7 @@ from zoo.common.ops.experts.kernels import (
 from zoo.common.ops.swiglu.kernels import silu_times, swiglu_backward
 from zoo.common.ops.tree_kernels import EXACT
 
+LOOKUP = False  # whether BF16 values of codes are looked up by `prmt`, a half of the instructions; no byte depends on it
 DEQUANTISE_ROWS = 512  # mean rows per expert from which dequantising all weights first pays
 
 
@@ -58,10 +59,63 @@ def e8m0_values(byte):
 
 
 @triton.jit
+def looked_up(both, twice):
+    """BF16 values of both codes of a byte, times a BF16 scale, as one number of 32 bits: the even column below the odd one.
+
+    twice  the scale in both halves of 32 bits
+
+    Four bytes at a time. Three bits of a code pick the upper and the lower byte of its BF16 number from eight by `prmt`; its fourth bit
+    makes `prmt` repeat a sign bit, which is shifted to the number's.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 first, second, codes, upper, lower, sign;
+        and.b32 codes, $4, 0x77777777;
+        prmt.b32 upper, 0x3F3F3F00, 0x40404040, codes;
+        prmt.b32 lower, 0xC0800000, 0xC0804000, codes;
+        prmt.b32 sign, 0x80808080, 0x80808080, $4;
+        shl.b32 sign, sign, 1;
+        lop3.b32 upper, sign, 0x80808080, upper, 0xEA;
+        prmt.b32 first, lower, upper, 0x5140;
+        prmt.b32 second, lower, upper, 0x7362;
+        mul.rn.bf16x2 $0, first, $5;
+        mul.rn.bf16x2 $1, second, $6;
+        shr.u32 codes, codes, 16;
+        prmt.b32 upper, 0x3F3F3F00, 0x40404040, codes;
+        prmt.b32 lower, 0xC0800000, 0xC0804000, codes;
+        shr.u32 sign, $4, 16;
+        prmt.b32 sign, 0x80808080, 0x80808080, sign;
+        shl.b32 sign, sign, 1;
+        lop3.b32 upper, sign, 0x80808080, upper, 0xEA;
+        prmt.b32 first, lower, upper, 0x5140;
+        prmt.b32 second, lower, upper, 0x7362;
+        mul.rn.bf16x2 $2, first, $7;
+        mul.rn.bf16x2 $3, second, $8;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [both, twice],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def _weights(
-    codes_ptr, scales_ptr, n, start, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+    codes_ptr,
+    scales_ptr,
+    n,
+    start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOOKUP: tl.constexpr,
 ):
-    """FP32 values [BLOCK_N, BLOCK_K] of the weight's rows n and columns from `start` on; zeros beyond its ends."""
+    """Values [BLOCK_N, BLOCK_K] in FP32, or with LOOKUP in BF16: the weight's rows n, columns from `start` on; zeros beyond its ends."""
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     HALF: tl.constexpr = GROUP // 2
     group = start // GROUP + tl.arange(0, GROUPS)
@@ -76,10 +130,16 @@ def _weights(
         inside = (n < N)[:, None] & (group < K // GROUP)[None, :]
         both = tl.load(codes_at, mask=inside[:, :, None], other=0)
         scale = tl.load(scales_at, mask=inside, other=0)
-    wide = both.to(tl.int32)
     times = e8m0_values(scale)[:, :, None]
-    even = e2m1_values(wide, times)
-    odd = e2m1_values(wide >> 4, times)
+    if LOOKUP:
+        once = times.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        pair = looked_up(both, tl.broadcast_to(once | (once << 16), (BLOCK_N, GROUPS, HALF)))
+        even = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        wide = both.to(tl.int32)
+        even = e2m1_values(wide, times)
+        odd = e2m1_values(wide >> 4, times)
     return tl.reshape(tl.join(even, odd), (BLOCK_N, BLOCK_K))
 
 
@@ -102,6 +162,7 @@ def _packed_product_kernel(
     SWIGLU: tl.constexpr,
     LIMIT: tl.constexpr,
     GROUP: tl.constexpr,
+    LOOKUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -138,12 +199,12 @@ def _packed_product_kernel(
             a = tl.load(a_at, mask=live[:, None], other=0.0)
         else:
             a = tl.load(a_at, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
-        w = _weights(codes_at, scales_at, n, start, N, K, BLOCK_N, BLOCK_K, GROUP)
+        w = _weights(codes_at, scales_at, n, start, N, K, BLOCK_N, BLOCK_K, GROUP, LOOKUP)
         acc = tl.dot(w.to(kind), tl.trans(a), acc, input_precision="ieee")
         if SWIGLU:
             up_at = codes_at + N * (K // 2)
             up_scales_at = scales_at + N * (K // GROUP)
-            up = _weights(up_at, up_scales_at, n, start, N, K, BLOCK_N, BLOCK_K, GROUP)
+            up = _weights(up_at, up_scales_at, n, start, N, K, BLOCK_N, BLOCK_K, GROUP, LOOKUP)
             acc_up = tl.dot(up.to(kind), tl.trans(a), acc_up, input_precision="ieee")
         a_at += BLOCK_K
 
@@ -190,6 +251,7 @@ def _packed_product(
         SWIGLU=fused,
         LIMIT=limit,
         GROUP=GROUP,
+        LOOKUP=LOOKUP and a.dtype == torch.bfloat16,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
