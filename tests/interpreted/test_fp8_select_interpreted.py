@@ -13,6 +13,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from zoo.common.history import CodedRows  # noqa: E402
+from zoo.common.memory import PagePart, TablePager  # noqa: E402
+from zoo.common.memory.kernels import write_pages  # noqa: E402
 from zoo.common.ops.fp8_quantise.reference import fp8_quantise  # noqa: E402
 from zoo.common.ops.fp8_select import kernels, reference  # noqa: E402
 from zoo.common.ops.select.reference import best  # noqa: E402
@@ -194,3 +196,21 @@ def test_packed_keys_and_joined_pages() -> None:
     as_deepgemm_reads = whole.as_strided((16, 64 * 20), (whole.stride(0), 1))[page]
     assert torch.equal(as_deepgemm_reads[64 * 16 :].view(torch.float32)[:21], keys.scales[:21, 0])
     assert kernels.joined_pages(paged(keys, 64, False)) is None
+
+
+@pytest.mark.parametrize("page", [64, 5])
+def test_codes_and_scales_are_written_into_joined_pages(page: int) -> None:
+    """What the kernel writes is what the CPU writes; the other bytes of a page stay."""
+    keys = operands(1, 16)[2]
+    rows = packed(*LENGTHS)
+    kept = {"codes": (torch.float8_e4m3fn, (16,)), "scales": (torch.float32, (1,))}
+    table = torch.tensor([[7, 3, 9, 1, 4], [5, 0, 0, 0, 0], [2, 8, 0, 0, 0]], dtype=torch.int32)
+    pools = []
+    for write in (write_pages, lambda new, pages, table, rows, tokens: TablePager(table).write(new, pages, rows, tokens)):
+        part = PagePart("index", 2, 10, page, kept, "cpu", joined=True)
+        write((keys.codes, keys.scales), part.layer(1), table, rows, 1)
+        pools.append(part)
+    for name in kept:
+        found, wanted = (pool.tensors[name].contiguous().view(torch.uint8) for pool in pools)
+        assert torch.equal(found, wanted) and bool(wanted[1].any()) and not bool(wanted[0].any())
+    assert torch.equal(pools[0].written([5], 2)["scales"][1], keys.scales[21:23])

@@ -387,7 +387,8 @@ class Pretrained(nn.Module):
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        used = {*DRIVER_OPS, *self.family.used_ops(self.config), *(() if self.config.quantised is None else CODE_OPS)}
+        named = {*DRIVER_OPS, *self.family.used_ops(self.config), *(() if self.config.quantised is None else CODE_OPS)}
+        used = {op for name in named for op in self.program.ops_for(name)}
         made = realisation(self, self.program, used)
         if self._label is not None:
             made["weights_label"] = self._label

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ REFERENCE = "reference"
 HEAD = "head"  # the vocabulary product: `linear` by another class where a program says so
 
 
+CODED_INDEX = {"select": ("fp8_quantise", "fp8_select")}  # index keys are cached and scored as codes with scales
+
+
 @dataclass(frozen=True)
 class Specification:
     """A named program before a model gives it a device, a dtype and contributors.
@@ -29,6 +32,7 @@ class Specification:
     classes       byte class of each op by device; on a CPU an op that is not named has the class of references
     key_segments  by device, (widest head, keys per attention pass): see Program
     codes         whether weights that a checkpoint has as codes and scales are computed with as such
+    instead       op -> the ops that stand for it where the program has other operands for the same purpose
     captures      whether the kernels take every size that changes from the device, so that whole prefills can be captured
     otherwise     what the refusal of another dtype or device advises
     """
@@ -40,6 +44,7 @@ class Specification:
     captures: bool
     otherwise: str
     codes: bool = False
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def derived(self, classes: Mapping[str, Mapping[str, str]] | None = None, **changes: Any) -> Specification:
         """The same with some classes replaced, device by device, and other fields changed."""
@@ -114,8 +119,8 @@ PROGRAMS: Mapping[str, Specification] = {
         captures=False,
         otherwise="it is the rival of benchmarks and runs on cuda only",
     ),
-    # aligned, over a checkpoint whose matrices are FP8 codes with scales
-    "fp8": _ALIGNED.derived(codes=True, otherwise="a checkpoint in FP8 has BF16 beside its codes"),
+    # aligned, over a checkpoint whose matrices are FP8 codes with scales; a selector has codes of its queries and keys
+    "fp8": _ALIGNED.derived(codes=True, instead=CODED_INDEX, otherwise="a checkpoint in FP8 has BF16 beside its codes"),
     # aligned, with both operands of the vocabulary product widened to FP32
     "fp32_head": _ALIGNED.derived(classes={"cpu": {HEAD: "fp32_operands"}, "cuda": {HEAD: "fp32_operands"}}),
 }
@@ -155,6 +160,10 @@ class Program:
     def codes(self) -> bool:
         """Whether weights that a checkpoint has as codes and scales are computed with as such."""
         return PROGRAMS[self.name].codes
+
+    def ops_for(self, op: str) -> tuple[str, ...]:
+        """The ops that do what `op` is asked for: itself, but where the program says another."""
+        return PROGRAMS[self.name].instead.get(op, (op,))
 
     def byte_class(self, op: str) -> str:
         """The byte class that `op` belongs to in this program; HEAD is the vocabulary product."""

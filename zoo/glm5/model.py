@@ -62,8 +62,25 @@ class Indexer(nn.Module):
         q_RHE = ops.rope(q_RHE, table, rows.positions_R, program=self.program, neighbours=True)
         key_RE, weights_RH = self.key_weights(x_RD).split((self.width, self.heads), dim=1)
         key_RE = ops.rope(self.norm(key_RE)[:, None], table, rows.positions_R, program=self.program, neighbours=True)[:, 0]
+        return self.choose(q_RHE, weights_RH, key_RE, rows, memory)
+
+    def choose(self, q_RHE: Tensor, weights_RH: Tensor, key_RE: Tensor, rows: Rows, memory: LatentMemory) -> Tensor:
         keys = memory.append_index(key_RE, rows)
         return ops.select(q_RHE, weights_RH, keys, rows, self.top_k, program=self.program)
+
+
+class CodedIndexer(Indexer):
+    """Index keys are cached as codes with a scale each, and scored as such."""
+
+    def choose(self, q_RHE: Tensor, weights_RH: Tensor, key_RE: Tensor, rows: Rows, memory: LatentMemory) -> Tensor:
+        codes_RE, scales_R1 = ops.fp8_quantise(key_RE, ops.FP32_SCALES, program=self.program)
+        keys = memory.append_codes(codes_RE, scales_R1, rows)
+        return ops.fp8_select(q_RHE, weights_RH, keys, rows, self.top_k, program=self.program)
+
+
+def coded_index(program: Program) -> bool:
+    """Whether the program's selector has codes."""
+    return "fp8_select" in program.ops_for("select")
 
 
 class LatentAttention(nn.Module):
@@ -183,7 +200,8 @@ class DecoderLayer(nn.Module):
 
 
 def _layer(c: GLMConfig, program: Program, full: bool, sparse: bool) -> DecoderLayer:
-    indexer = Indexer(c.hidden, c.query_rank, c.index_heads, c.index_dim, c.index_top_k, program) if full else None
+    chosen_by = CodedIndexer if coded_index(program) else Indexer
+    indexer = chosen_by(c.hidden, c.query_rank, c.index_heads, c.index_dim, c.index_top_k, program) if full else None
     attention = LatentAttention(c.hidden, c.heads, c.query_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.value_dim, indexer, program)
     mlp: MixtureOfExperts | GatedMLP
     if sparse:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zoo.common.memory import LatentLayer, PagePart, Pages, SlotPart
+import torch
+
+from zoo.common.memory import Kept, LatentLayer, PagePart, Pages, SlotPart
 from zoo.common.serving import ForServing
+from zoo.glm5.model import coded_index
 
 
 class GLMForServing(ForServing):
@@ -29,7 +32,11 @@ class GLMForServing(ForServing):
         dtype = self.program.torch_dtype
         device = self.device
         latents = PagePart("latents", c.layers, pages, page_size, {"latent": (dtype, (c.cached,))}, device)
-        return [latents, PagePart("index", sum(c.full), pages, page_size, {"index": (dtype, (c.index_dim,))}, device)]
+        coded = coded_index(self.program)
+        kept: Kept = {"index": (dtype, (c.index_dim,))}
+        if coded:
+            kept = {"index_codes": (torch.float8_e4m3fn, (c.index_dim,)), "index_scales": (torch.float32, (1,))}
+        return [latents, PagePart("index", sum(c.full), pages, page_size, kept, device, joined=coded)]
 
     def layer_views(self, pages: Sequence[Pages], slots: Sequence[SlotPart]) -> list[Any]:
         latents, keys = pages

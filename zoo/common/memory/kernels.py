@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.common.memory.parts import in_bytes
 from zoo.common.rows import Rows
 
 BLOCK = 1024
@@ -72,6 +73,7 @@ def _write_token_rows(
     table_ptr,
     x_stride,
     table_stride,
+    page_stride,
     page_rows,
     columns,
     TOKENS: tl.constexpr,
@@ -87,12 +89,12 @@ def _write_token_rows(
     if TOKENS > 1:
         mask = mask & ((position + 1) % TOKENS == 0)
     value = tl.load(x_ptr + row * x_stride + column, mask=mask)
-    tl.store(pages_ptr + (page * page_rows + index % page_rows) * columns + column, value, mask=mask)
+    tl.store(pages_ptr + page * page_stride + (index % page_rows) * columns + column, value, mask=mask)
 
 
 def write_token_rows(x_RE: Tensor, pages_PSE: Tensor, page_table_NB: Tensor, rows: Rows, tokens_a_row: int = 1) -> None:
-    """Row r goes to its sequence's page at its position. x may be strided by row."""
-    assert pages_PSE.is_contiguous() and page_table_NB.stride(1) == 1
+    """Row r goes to its sequence's page at its position. x may be strided by row, and pages by page."""
+    assert pages_PSE.stride()[1:] == (pages_PSE.shape[2], 1) and page_table_NB.stride(1) == 1
     x = x_RE if x_RE.stride(1) == 1 else x_RE.contiguous()
     columns = x_RE.shape[1]
     _write_token_rows[(x.shape[0], triton.cdiv(columns, BLOCK))](
@@ -103,6 +105,7 @@ def write_token_rows(x_RE: Tensor, pages_PSE: Tensor, page_table_NB: Tensor, row
         page_table_NB,
         x.stride(0),
         page_table_NB.stride(0),
+        pages_PSE.stride(0),
         pages_PSE.shape[1],
         columns,
         TOKENS=tokens_a_row,
@@ -117,4 +120,4 @@ def write_pages(new: Sequence[Tensor], pages: Sequence[Tensor], page_table_NB: T
         write_rows(new[0], new[1], pages[0], pages[1], page_table_NB, rows)
         return
     for row_R, page in zip(new, pages, strict=True):
-        write_token_rows(row_R.flatten(1), page.flatten(2), page_table_NB, rows, tokens_a_row)
+        write_token_rows(in_bytes(row_R).flatten(1), in_bytes(page).flatten(2), page_table_NB, rows, tokens_a_row)

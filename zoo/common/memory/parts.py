@@ -7,6 +7,7 @@ until then belongs to a slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,21 @@ Kept = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of o
 class PagePart:
     """Rows of `layers` layers: tensors [layers, pages, page_size // tokens_a_row, ...] by name, zeros at first.
 
+    joined: a page is one block of memory, all rows of the first tensor, then those of the next, as kernels of libraries read codes with
+    their scales. A tensor is then contiguous inside a page only.
     ValueError for fewer than 2 pages (one is reserved for padding) and for a page that holds no token or no whole rows.
     """
 
     def __init__(
-        self, name: str, layers: int, pages: int, page_size: int, kept: Kept, device: torch.device | str, tokens_a_row: int = 1
+        self,
+        name: str,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kept: Kept,
+        device: torch.device | str,
+        tokens_a_row: int = 1,
+        joined: bool = False,
     ) -> None:
         if pages < 2:
             raise ValueError(f"paged memory needs at least 2 pages (one is reserved for padding), got {pages}")
@@ -38,10 +49,23 @@ class PagePart:
         self.pages = pages
         self.page_size = page_size
         self.tokens_a_row = tokens_a_row
-        self.tensors = {
-            each: torch.zeros(layers, pages, page_size // tokens_a_row, *shape, dtype=dtype, device=device)
-            for each, (dtype, shape) in kept.items()
-        }
+        rows = page_size // tokens_a_row
+        self.tensors: dict[str, Tensor] = {}
+        if joined:
+            begins: dict[str, int] = {}
+            end = 0
+            for each, (dtype, shape) in kept.items():
+                begins[each] = -(-end // dtype.itemsize) * dtype.itemsize
+                end = begins[each] + rows * math.prod(shape) * dtype.itemsize
+            # whole units of 16 bytes, which is what the libraries' copies of whole pages ask of a page's beginning
+            blocks = torch.zeros(layers, pages, -(-end // 16) * 16, dtype=torch.uint8, device=device)
+            for each, (dtype, shape) in kept.items():
+                size = rows * math.prod(shape) * dtype.itemsize
+                part = blocks[:, :, begins[each] : begins[each] + size]
+                self.tensors[each] = part.view(dtype).unflatten(2, (rows, *shape))
+            return
+        for each, (dtype, shape) in kept.items():
+            self.tensors[each] = torch.zeros(layers, pages, rows, *shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +83,7 @@ class PagePart:
         """Zero-fills pages as they are assigned, so that no lane of an op ever reads an old or foreign value."""
         index = torch.tensor(pages, dtype=torch.int64, device=self._device)
         for tensor in self.tensors.values():
-            tensor.index_fill_(1, index, 0)
+            in_bytes(tensor).index_fill_(1, index, 0)
 
     def open_rows(self, page: int, tokens: int) -> dict[str, Tensor]:
         """Copies of the rows that the first `tokens` tokens of a page have."""
@@ -75,7 +99,8 @@ class PagePart:
         index = torch.tensor(pages, device=self._device)
         rows = length // self.tokens_a_row
         # selected rows are a copy already
-        return {name: tensor.index_select(1, index).flatten(1, 2)[:, :rows] for name, tensor in self.tensors.items()}
+        chosen = {name: in_bytes(tensor).index_select(1, index).view(tensor.dtype) for name, tensor in self.tensors.items()}
+        return {name: tensor.flatten(1, 2)[:, :rows] for name, tensor in chosen.items()}
 
     @property
     def _device(self) -> torch.device:
@@ -150,6 +175,11 @@ class SlotPart:
     def _check_grain(self, length: int) -> None:
         if length % self.grain:
             raise ValueError(f"a snapshot is taken at a multiple of {self.grain} tokens, not at {length}")
+
+
+def in_bytes(tensor: Tensor) -> Tensor:
+    """Codes of one byte as integers: torch moves no FP8 by index."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _in_eights(pool: Tensor) -> Tensor:

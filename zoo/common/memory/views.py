@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zoo.common.history import ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
+from zoo.common.history import CodedRows, ConvCarry, DeltaState, KeyValues, PackedDelta, TokenRows
 from zoo.common.memory.parts import SlotPart
 from zoo.common.rows import Rows
 
@@ -51,8 +51,7 @@ class TablePager:
         for row_R, page in zip(new, pages, strict=True):
             size = page.shape[1]
             page_R = self.page_table_NB[sequence_R, index_R // size].long()
-            place_R = page_R * size + index_R % size
-            page.view(-1, *page.shape[2:])[place_R[complete]] = row_R[complete]
+            page[page_R[complete], (index_R % size)[complete]] = row_R[complete]
 
 
 class Pages(Protocol):
@@ -104,6 +103,8 @@ class LatentMemory(Protocol):
 
     def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows: ...
 
+    def append_codes(self, codes_RE: Tensor, scales_R1: Tensor, rows: Rows) -> CodedRows: ...
+
 
 class PackedLatents:
     """Training: the rows pushed are the whole history of their documents."""
@@ -114,14 +115,18 @@ class PackedLatents:
     def append_index(self, key_RE: Tensor, rows: Rows) -> TokenRows:
         return TokenRows(key_RE)
 
+    def append_codes(self, codes_RE: Tensor, scales_R1: Tensor, rows: Rows) -> CodedRows:
+        return CodedRows(codes_RE, scales_R1)
+
 
 @dataclass
 class PagedLatents:
-    """One layer's pages of latent rows, and of index keys if it has an index."""
+    """One layer's pages of latent rows, and of index keys if it has an index: rows, or codes beside their scales."""
 
     latent_PSC: Tensor
     index_PSE: Tensor | None
     pager: Pager
+    scales_PS1: Tensor | None = None
 
     def append(self, latent_RC: Tensor, rows: Rows) -> TokenRows:
         self.pager.write((latent_RC,), (self.latent_PSC,), rows)
@@ -131,6 +136,11 @@ class PagedLatents:
         assert self.index_PSE is not None, "a layer without an index has no index keys"
         self.pager.write((key_RE,), (self.index_PSE,), rows)
         return TokenRows(self.index_PSE, self.pager.page_table_NB)
+
+    def append_codes(self, codes_RE: Tensor, scales_R1: Tensor, rows: Rows) -> CodedRows:
+        assert self.index_PSE is not None and self.scales_PS1 is not None, "a layer without an index of codes has no coded keys"
+        self.pager.write((codes_RE, scales_R1), (self.index_PSE, self.scales_PS1), rows)
+        return CodedRows(self.index_PSE, self.scales_PS1, self.pager.page_table_NB)
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,10 @@ class LatentLayer:
 
     def __call__(self, pager: Pager, slot_N: Tensor | None) -> PagedLatents:
         [latent_PSC] = self.latents.layer(self.index)
-        [index_PSE] = (None,) if self.indexed is None else self.keys.layer(self.indexed)
-        return PagedLatents(latent_PSC, index_PSE, pager)
+        if self.indexed is None:
+            return PagedLatents(latent_PSC, None, pager)
+        index_PSE, *scales = self.keys.layer(self.indexed)
+        return PagedLatents(latent_PSC, index_PSE, pager, *scales)
 
 
 class PagedRows(NamedTuple):
