@@ -30,6 +30,7 @@ import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
 from zoo.common.rollouts import Completion, SamplingParams, pack
+from zoo.common.rollouts.curves import Listener, TensorBoard, mismatch, partial
 from zoo.common.serving import ForServing
 from zoo.common.threads import suited
 from zoo.common.training import ForRL
@@ -61,8 +62,12 @@ def train(
     group: int = 8,
     rate: float = 1e-3,
     params: SamplingParams | None = None,
+    curves: Listener | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Yields a step's mean reward, the bytes in which trainer and sampler differ, K3, share of clipped tokens and loss."""
+    """Yields a step's mean reward, the bytes in which trainer and sampler differ, K3, share of clipped tokens and loss.
+
+    `curves.on_step` is given the same under the names that other trainers use, so that runs lie beside each other.
+    """
     params = params or SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, weight_decay=0.0)
     for step in range(1, steps + 1):
@@ -84,9 +89,13 @@ def train(
         optimizer.zero_grad()
         sampler.update_weights(trainer.published_tensors(aliases=False), version=f"step {step}")
         drawn = batch.drawn_R
+        mean = sum(rewards) / len(rewards)
+        if curves is not None:
+            apart = mismatch(batch, scored, (1 - CLIP, 1 + CLIP))
+            curves.on_step({"step": step, "rollout/reward": mean, "train/loss": float(loss.detach()), **apart, **partial(records)})
         yield {
             "step": step,
-            "reward": sum(rewards) / len(rewards),
+            "reward": mean,
             "differing_bytes": batch.differing_bytes(scored),
             "k3": float((ratio - 1 - log_ratio).detach()[drawn].mean()),
             "clip_ratio": float((ratio != clipped)[drawn].float().mean()),
@@ -110,9 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's learning rate; 1e-6 is usual for a real model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON a step")
+    parser.add_argument("--curves", type=Path, help="a folder that gets curves for TensorBoard")
     given = parser.parse_args(arguments)
     if given.server and not given.model:
         parser.error("--server needs --model, the checkpoint that it was started with")
+    try:
+        curves = None if given.curves is None else TensorBoard(given.curves)
+    except ValueError as error:
+        parser.error(f"--curves: {error}")
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or str(make_tiny("qwen3", Path(folder) / "tiny"))
         trainer = zoo.load(model, role="rl", device=given.device, master_dtype=torch.float32)
@@ -120,11 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sampler: Any = Server(given.server, seed=given.seed) if given.server else embedded(model, given.device, given.seed)
         prompts = [[1, 40, 50, 60], [1, 7, 8, 9], [1, 300, 200, 100], [1, 11, 13, 17]]
         with suited(trainer):
-            for row in train(trainer, sampler, prompts, even_tokens, steps=given.steps, group=given.group, rate=given.rate):
+            rows = train(trainer, sampler, prompts, even_tokens, steps=given.steps, group=given.group, rate=given.rate, curves=curves)
+            for row in rows:
                 print(told(row), flush=True)
                 if given.out is not None:
-                    with given.out.open("a") as rows:
-                        rows.write(json.dumps(row) + "\n")
+                    with given.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
 
 
 def embedded(model: str, device: str | None, seed: int) -> Engine:

@@ -52,6 +52,32 @@ def test_the_reward_rises_and_no_byte_differs(grpo: Any, tmp_path: Path) -> None
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
 
 
+def test_curves_have_the_rows_numbers_under_the_fields_names(grpo: Any, folder: Path) -> None:
+    trainer, server = models(folder)
+
+    told: list[dict[str, float]] = []
+
+    class Listener:
+        def on_step(self, row: dict[str, float]) -> None:
+            told.append(row)
+
+    sampler = Engine(server, seed=0)
+    rows = list(grpo.train(trainer, sampler, PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT, curves=Listener()))
+    zeros = ("differing_bytes", "is_approx_k3_kl", "is_clip_ratio", "is_nan_ratio")
+    expected = [
+        {
+            "step": row["step"],
+            "rollout/reward": row["reward"],
+            "train/loss": row["loss"],
+            **{f"train/{name}": 0.0 for name in zeros},
+            "rollout/partial_ratio": 0.0,
+            "rollout/partial_span_max": 0.0,
+        }
+        for row in rows
+    ]
+    assert told == expected
+
+
 @pytest.mark.parametrize("arch", ["qwen3_moe", "qwen3_5", "glm5"])
 def test_other_families_train_too(grpo: Any, arch: str, tmp_path: Path) -> None:
     trainer, server = models(make_tiny(arch, tmp_path / arch))
