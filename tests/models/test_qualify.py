@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from zoo.cli import app
 from zoo.common import ops, qualification, verdicts
+from zoo.common.ops.comparison import KINDS, comparison_of, numbers
 from zoo.common.ops.contract import Provider, choices_changed
 from zoo.common.ops.linear.reference import linear as reference_linear
 from zoo.common.ops.linear.reference import linear_backward
@@ -187,11 +188,49 @@ def test_processes_that_write_at_once_keep_one_anothers_verdicts(store: Path) ->
 
 
 def test_numbers_are_of_their_kind() -> None:
-    x = {kind: admission.numbers((9, 64), kind, "x", PROGRAM).float() for kind in admission.KINDS}
+    x = {kind: numbers((9, 64), kind, "x", PROGRAM).float() for kind in KINDS}
     assert all(values.isfinite().all() and values.any() for values in x.values())
     assert x["wide"].abs().log2().std() > 8 and 0 < x["subnormal"].abs().max() < 2.0**-126
     near = (x["cancel"][:, ::2] + x["cancel"][:, 1::2]).abs() / x["cancel"][:, ::2].abs()
     assert near.max() < 2.0**-5 and x["normal"].std() > 0.5
+
+
+COMPARED = {"linear": (24, 40, 1), "experts": (5, 32, 16), "packed_experts": (5, 64, 32)}
+
+
+def test_every_op_with_a_candidate_says_how_it_is_compared() -> None:
+    wanting = {name for name, contract in ops.CONTRACTS.items() if any(not p.defining for p in contract.providers)}
+    assert wanting == set(COMPARED) and all(comparison_of(op).parts for op in wanting)
+    with pytest.raises(ValueError, match=r"op 'rope' has no comparison of providers: write `comparison\(\)` in its cases.py"):
+        comparison_of("rope")
+
+
+@pytest.mark.parametrize("op", sorted(COMPARED))
+def test_a_candidate_of_every_op_is_compared(op: str) -> None:
+    """The reference under another name is equal; one that adds half an ulp to a row of every seven is not."""
+    contract = ops.CONTRACTS[op]
+    usual = next(provider.functions for provider in contract.providers if provider.name == "reference")
+
+    def forward(*args: Any) -> Tensor:
+        out = usual.forward(*args).clone()
+        if len(out) >= 7:
+            out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)[6] ^= 1
+        return out
+
+    planted = [
+        Provider("same", contract.providers[0].byte_class, "cpu", lambda: usual),
+        Provider("near", contract.providers[0].byte_class, "cpu", lambda: usual._replace(forward=forward)),
+    ]
+    replace(contract, providers=(*planted, *contract.providers))
+    try:
+        for part in comparison_of(op).parts:
+            same = admission.compare(admission.Task(op, COMPARED[op], "same", part, 17), PROGRAM)
+            assert (same.reason, same.undecided, same.checks) == ("", "", 20)
+            near = admission.compare(admission.Task(op, COMPARED[op], "near", part, 17), PROGRAM)
+            assert near.checks == 2 and near.reason.endswith("elements differ from reference (normal, 7 rows)")
+    finally:
+        ops.CONTRACTS[op] = contract
+        choices_changed()
 
 
 def test_a_store_of_an_older_contract_or_kernel_admits_nothing(store: Path) -> None:

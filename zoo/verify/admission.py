@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,23 +26,15 @@ import torch
 from torch import Tensor
 
 import zoo
-from zoo.common.hashing import key64, normal_
 from zoo.common.ops import CONTRACTS, Provider
-from zoo.common.ops.cases import Draw
+from zoo.common.ops.comparison import Shape, comparison_of
 from zoo.common.program import Program, resolve
 from zoo.testing import as_integers
-
-ROWS = (1, 2, 7, 16, 17, 64, 65, 128, 300, 4096)
-KINDS = ("normal", "cancel", "wide", "subnormal")  # the first two take one weight
-DRAWN = 1000  # rows really drawn; not a divisor of any tile
-# what of an op is compared apart: each part compiles kernels of its own
-PARTS = {"linear": ("", "float32"), "experts": ("",)}
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A candidate's part of one shape; `part` is the output's dtype where it is not the program's."""
+    """A candidate's part of one shape, see `Comparison`."""
 
     op: str
     shape: Shape
@@ -76,59 +68,6 @@ def defining_of(op: str, shape: Shape, program: Program) -> Provider | None:
     return next((p for p in members if p.serves(*shape)), None)
 
 
-def numbers(shape: Shape, kind: str, name: str, program: Program, scale: float = 1.0) -> Tensor:
-    """Random numbers of a kind (see `Draw.floats`), made on the device: drawing them on the CPU takes longer than comparing."""
-    x, spread = (torch.empty(shape, dtype=torch.float32, device=program.device) for _ in range(2))
-    normal_(x, key64("qualification", name), scale)
-    if kind == "wide":
-        x *= torch.exp2(normal_(spread, key64("spread", name), 12.0).round().clamp(-24, 24))
-    elif kind == "cancel":
-        even = x[..., : x.shape[-1] // 2 * 2 : 2]
-        near = normal_(spread, key64("spread", name), 0.5).abs().clamp(max=1)[..., : even.shape[-1]]
-        x[..., 1::2] = -even * (1 + 2.0**-7 * near)
-    elif kind == "subnormal":
-        x *= 2.0**-129
-    return x.to(program.torch_dtype)
-
-
-def _linear(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
-    n, k, parts = shape
-    dtype = torch.float32 if part == "float32" else program.torch_dtype
-    made = ("", 0.0)
-    weight = torch.empty(0)
-    for kind in KINDS:
-        # a subnormal x meets a weight large enough for sums that are subnormal too
-        wanted = ("wide" if kind == "wide" else "normal", 2.0**10 if kind == "subnormal" else k**-0.5)
-        if wanted != made:
-            made = wanted
-            weight = _repeated(numbers((min(n, DRAWN), k), wanted[0], "weight", program, wanted[1]), n)
-        x = _repeated(numbers((min(rows, DRAWN), k), kind, "x", program), rows)
-        yield kind, [(x[:count], weight, dtype, parts) for count in _counts(rows)]
-
-
-def _experts(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
-    count, hidden, intermediate = shape
-    chosen = Draw(0, program.device, program.torch_dtype).choices(rows, min(8, count), count)
-    gate_up = _repeated(numbers((min(count, 4), 2 * intermediate, hidden), "normal", "gate_up", program, hidden**-0.5), count)
-    for kind in KINDS:
-        scale = 2.0**10 if kind == "subnormal" else intermediate**-0.5
-        if kind != "cancel":
-            down = _repeated(numbers((min(count, 4), hidden, intermediate), "normal", "down", program, scale), count)
-        x = _repeated(numbers((min(rows, DRAWN), hidden), kind, "x", program), rows)
-        yield kind, [(x[:r], chosen[:r], gate_up, down) for r in _counts(rows)]
-
-
-_TRIALS: dict[str, Callable[[Shape, str, int, Program], Iterator[tuple[str, list[Any]]]]] = {"linear": _linear, "experts": _experts}
-
-
-def _counts(rows: int) -> tuple[int, ...]:
-    return (*[r for r in ROWS if r < rows], rows)
-
-
-def _repeated(x: Tensor, count: int) -> Tensor:
-    return x if x.shape[0] == count else x[torch.arange(count, device=x.device) % x.shape[0]]
-
-
 def compare(task: Task, program: Program) -> Outcome:
     """The candidate twice against the defining provider once, over row counts and kinds of data."""
     candidate = provider_of(task.op, task.candidate)
@@ -138,7 +77,7 @@ def compare(task: Task, program: Program) -> Outcome:
     begin = time.monotonic()
     try:
         with torch.no_grad():
-            for kind, calls in _TRIALS[task.op](task.shape, task.part, task.rows, program):
+            for kind, calls in comparison_of(task.op).calls(task.shape, task.part, task.rows, program):
                 for arguments in calls:
                     expected = defining.functions.forward(*arguments)
                     for _ in range(2):

@@ -15,11 +15,12 @@ from zoo.common import qualification
 from zoo.common import verdicts as store
 from zoo.common.fingerprint import products_of
 from zoo.common.ops import CONTRACTS
+from zoo.common.ops.comparison import ROWS, Shape, comparison_of
 from zoo.common.program import Program, resolve
 from zoo.common.registry import architectures, find
 from zoo.common.toolchain import toolchain
 from zoo.common.verdicts import Verdict
-from zoo.verify.admission import PARTS, ROWS, Outcome, Shape, Task, compare, defining_of, side_by_side
+from zoo.verify.admission import Outcome, Task, compare, defining_of, side_by_side
 from zoo.verify.subject import config_of
 
 
@@ -75,7 +76,7 @@ def qualify(
             continue
         for candidate in _candidates(target, program, modules):
             if again or not qualification.tried(target.op, candidate, target.shape):
-                wanted[target, candidate] = dict.fromkeys(PARTS[target.op])
+                wanted[target, candidate] = dict.fromkeys(comparison_of(target.op).parts)
     tasks = [Task(t.op, t.shape, candidate, part, rows) for (t, candidate), parts in wanted.items() for part in parts]
     jobs = jobs or min(16, os.cpu_count() or 1)
     if tasks:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.comparison import DRAWN, KINDS, Comparison, Shape, numbers, repeated, row_counts
 from zoo.common.ops.contract import Provider
 from zoo.common.ops.experts import Functions
 from zoo.common.program import Program
@@ -107,3 +109,19 @@ def products() -> list[Product]:
                 name = f"{run.__name__}, {rows} rows, {hidden} by {intermediate}"
                 found.append(Product(name, "experts", _case("", rows, hidden, intermediate, 8, 2).make, run))
     return found
+
+
+def comparison() -> Comparison:
+    return Comparison(_compared)
+
+
+def _compared(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
+    count, hidden, intermediate = shape
+    chosen = Draw(0, program.device, program.torch_dtype).choices(rows, min(8, count), count)
+    gate_up = repeated(numbers((min(count, 4), 2 * intermediate, hidden), "normal", "gate_up", program, hidden**-0.5), count)
+    for kind in KINDS:
+        scale = 2.0**10 if kind == "subnormal" else intermediate**-0.5
+        if kind != "cancel":
+            down = repeated(numbers((min(count, 4), hidden, intermediate), "normal", "down", program, scale), count)
+        x = repeated(numbers((min(rows, DRAWN), hidden), kind, "x", program), rows)
+        yield kind, [(x[:r], chosen[:r], gate_up, down, None) for r in row_counts(rows)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.comparison import DRAWN, KINDS, Comparison, Shape, numbers, repeated, row_counts
 from zoo.common.ops.contract import Provider
 from zoo.common.ops.linear import Functions
 from zoo.common.program import Program
@@ -83,3 +85,23 @@ def products() -> list[Product]:
     return [
         Product(f"{rows} rows, {n} columns, K {k}", "linear", _case("", rows, n, k).make, run) for rows, n in shapes for k in (256, 200)
     ]
+
+
+def comparison() -> Comparison:
+    """In the program's dtype and in FP32, of which the kernels are two."""
+    return Comparison(_compared, ("", "float32"))
+
+
+def _compared(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
+    n, k, parts = shape
+    dtype = torch.float32 if part == "float32" else program.torch_dtype
+    made = ("", 0.0)
+    weight = torch.empty(0)
+    for kind in KINDS:
+        # a subnormal x meets a weight large enough for sums that are subnormal too
+        wanted = ("wide" if kind == "wide" else "normal", 2.0**10 if kind == "subnormal" else k**-0.5)
+        if wanted != made:
+            made = wanted
+            weight = repeated(numbers((min(n, DRAWN), k), wanted[0], "weight", program, wanted[1]), n)
+        x = repeated(numbers((min(rows, DRAWN), k), kind, "x", program), rows)
+        yield kind, [(x[:count], weight, dtype, parts) for count in row_counts(rows)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.common.ops.cases import Case, Draw, Product, Trial, row_laws
+from zoo.common.ops.comparison import DRAWN, KINDS, Comparison, Shape, numbers, repeated, row_counts
 from zoo.common.ops.contract import Provider
 from zoo.common.ops.e2m1 import GROUP, dequantised
 from zoo.common.program import Program
@@ -118,3 +120,21 @@ def products() -> list[Product]:
                 name = f"{run.__name__}, {rows} rows, {hidden} by {intermediate}"
                 found.append(Product(name, "packed_experts", _case("", rows, hidden, intermediate, 8, 2).make, run))
     return found
+
+
+def comparison() -> Comparison:
+    return Comparison(_compared)
+
+
+def _compared(shape: Shape, part: str, rows: int, program: Program) -> Iterator[tuple[str, list[Any]]]:
+    count, hidden, intermediate = shape
+    draw = Draw(0, program.device, program.torch_dtype)
+    chosen = draw.choices(rows, min(8, count), count)
+    few = min(count, 4)
+    for kind in KINDS:
+        scales = (110, 140) if kind == "wide" else (119, 123)
+        weights = (*drawn(draw, few, 2 * intermediate, hidden, scales), *drawn(draw, few, hidden, intermediate, scales))
+        # torch gathers no E8M0
+        whole = [repeated(held.view(torch.uint8), count).view(held.dtype) for held in weights]
+        x = repeated(numbers((min(rows, DRAWN), hidden), kind, "x", program), rows)
+        yield kind, [(x[:r], chosen[:r], *whole, None) for r in row_counts(rows)]
