@@ -163,6 +163,7 @@ def generate(
     min_p: float = 0.0,
     seed: Annotated[int | None, typer.Option(help="of the draws, which it repeats; fresh ones by default, named in the records")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends a continuation; may be given several times")] = None,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -181,6 +182,7 @@ def generate(
         min_p=min_p,
         seed=seed,
         ignore_eos=ignore_eos,
+        stop=stop or (),
         device=device,
         revision=revision,
         json=json_file,

@@ -16,6 +16,7 @@ import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo.common.engine import Engine
 from zoo.common.engine.text import Increments, Texts
+from zoo.common.generate import generate_command
 from zoo.common.ops.sample import sample
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.qwen3 import Qwen3ForServing
@@ -196,3 +197,10 @@ def test_the_likeliest_are_asked_of_the_logits_that_draw(engine: Engine, monkeyp
     monkeypatch.setattr(Qwen3ForServing, "logits", lambda self, *given: products.append(1) or logits(self, *given))
     engine.generate([[5, 6]], PARAMS, top_log_probs=4)
     assert len(products) == len(drawn) == 12
+
+
+def test_generate_stops_at_a_text(folder: Path) -> None:
+    [whole] = generate_command(folder, TEXT, 12, seed=5, temperature=1.3, ignore_eos=True, device="cpu")
+    mark = whole.text[4:7]
+    [cut] = generate_command(folder, TEXT, 12, seed=5, temperature=1.3, ignore_eos=True, stop=[mark], device="cpu")
+    assert cut.text == whole.text[: whole.text.index(mark)] and cut.completion.finish_reason == "text"

@@ -23,7 +23,7 @@ from zoo.common.threads import suited
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt, the text drawn after it (special tokens left out), and its record."""
+    """One prompt, the text drawn after it (special tokens left out, up to a stop string), and its record."""
 
     prompt: str
     text: str
@@ -44,6 +44,7 @@ def generate_command(
     min_p: float = 0.0,
     seed: int | None = None,
     ignore_eos: bool = False,
+    stop: Sequence[str] = (),
     prompt_log_probs: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -64,16 +65,15 @@ def generate_command(
         raise ValueError("there is no prompt")
     for text in texts:
         check_text("a prompt", text)
-    params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_new_tokens, ignore_eos=ignore_eos, stop=tuple(stop))
     each = [params if params.seed is None else replace(params, seed=seed_of_sample(params.seed, n)) for n in range(len(texts))]
-    tokenizer = read_tokenizer(locate(checkpoint, revision))
-    ids = [tokenizer.encode(text).ids for text in texts]
+    read_tokenizer(locate(checkpoint, revision))  # a checkpoint without one is refused before its weights are read
     model = zoo.load(checkpoint, "serving", device=device, dtype=dtype, revision=revision)
     assert isinstance(model, ForServing)
     with suited(model):  # the content hash of the weights too
         engine = Engine(model, max_batch=min(len(texts), MAX_BATCH), progress=progress)
-        done = engine.generate(ids, each, prompt_log_probs=prompt_log_probs)
-    made = [Generation(p, tokenizer.decode(list(c.output_ids)), c) for p, c in zip(texts, done, strict=True)]
+        done = engine.generate(texts, each, prompt_log_probs=prompt_log_probs)
+    made = [Generation(p, c.text or "", c) for p, c in zip(texts, done, strict=True)]
     if json is not None:
         fields = {
             "checkpoint": str(checkpoint),
