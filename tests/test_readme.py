@@ -33,9 +33,9 @@ def test_the_example_runs(example: str) -> None:
 
 def test_its_comparison_can_fail(example: str) -> None:
     """The control: other sampling parameters at `score` are other numbers."""
-    assert "sampling=params" in example
+    assert "sampling=batch.sampling" in example
     with pytest.raises(AssertionError):
-        exec(compile(example.replace("sampling=params", "sampling=None"), "README.md", "exec"), {"torch": torch})
+        exec(compile(example.replace("sampling=batch.sampling", "sampling=None"), "README.md", "exec"), {"torch": torch})
 
 
 def test_the_example_of_glm_runs(tmp_path: Path) -> None:
