@@ -103,6 +103,11 @@ def test_a_sampler_of_other_bytes_is_seen_in_every_number(grpo: Any, folder: Pat
     assert row["differing_bytes"] > 0 and row["k3"] > 0.01 and row["clip_ratio"] == 0.5
 
 
+def test_the_script_runs(grpo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    grpo.main(["--steps", "2", "--group", "2", "--device", "cpu"])
+    assert capsys.readouterr().out.count("differing bytes 0") == 2
+
+
 def test_an_engine_that_was_not_updated_is_noticed(grpo: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, server = models(folder)
     monkeypatch.setattr(Engine, "update_weights", lambda self, *given, **named: self.version)
