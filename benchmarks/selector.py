@@ -50,6 +50,7 @@ def captured(run: Callable[[], Any]) -> float:
     """Microseconds of one call of a captured graph."""
     from triton.testing import do_bench_cudagraph
 
+    torch.cuda.synchronize()  # it begins on a stream of its own, which waits for nothing
     return 1000.0 * float(do_bench_cudagraph(run, rep=50))
 
 

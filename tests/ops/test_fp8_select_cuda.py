@@ -107,8 +107,9 @@ def test_it_is_the_reference_where_scores_are_exact(select: str, heads: int, len
     found = run(q, gates, keys, packed(*lengths), top_k)
     here = CodedRows(keys.codes.cpu(), keys.scales.cpu())
     at = Rows.packed(torch.tensor([0, *lengths]).cumsum(0))
-    some = slice(0, 130) if sum(lengths) < 2000 else slice(2040, 2100)
+    some = at.positions_R >= top_k
     wanted = reference.select(q.cpu(), gates.cpu(), here, at, top_k)
+    assert torch.equal(found.cpu()[~some], wanted[~some])
     # sums of rounded weights are not exact: sets may differ where scores are as near as that
     differing = (found.cpu()[some] != wanted[some]).any(1).float().mean()
     assert differing < 0.2
@@ -148,8 +149,8 @@ def test_a_choice_is_a_stable_sort(columns: int, monkeypatch: pytest.MonkeyPatch
     at = rows.positions_R
     for scores in (draw, (draw * 2).round(), draw * 0, draw * torch.exp2(floats(5, len(positions), columns).float() * 20)):
         masked = scores.masked_fill(torch.arange(columns, device="cuda") > at[:, None], -torch.inf)
-        order = torch.sort(masked + 0.0, 1, descending=True, stable=True).indices[:, :TOP_K]
-        order = torch.where(order > at[:, None], columns, order).sort(1).values
+        order = torch.sort(masked + 0.0, dim=1, descending=True, stable=True).indices[:, :TOP_K]
+        order = torch.where(order > at[:, None], columns, order).sort(dim=1).values
         wanted = torch.where(order == columns, -1, order).int()
         for few in (0, 1000):
             monkeypatch.setattr(kernels, "FEW_ROWS", few)

@@ -24,7 +24,7 @@ HELD = 1 << 26  # scores held at a time
 KEY_TILE = 64
 ROW_TILE = 16  # rows whose scores one program makes, so that it reads its keys once
 DEEPGEMM_PAGE = 64
-CHOICE_TILE = 4096  # places that a program writes at a time
+CHOICE_TILE = 16384  # places that a program writes at a time: more don't fit its registers
 FEW_ROWS = 256
 KEPT = 32768  # a row of at most so many scores is read once and kept in registers
 UNGUARDED = 4  # interpolated probes between two halvings
@@ -183,11 +183,26 @@ def _value(key):
 
 @triton.jit
 def _scores_of(row_ptr, first, seen, TILE: tl.constexpr):
-    """A row's ordered integers at places first .. first + TILE, below all scores from `seen` on."""
+    """A row's ordered integers at places first .. first + TILE, below all scores from `seen` on; and the same with NaN above all."""
     nowhere: tl.constexpr = -0x80000000
+    highest: tl.constexpr = 0x7FFFFFFF
     place = first + tl.arange(0, TILE)
     score = tl.load(row_ptr + place, mask=place < seen, other=0.0)
-    return tl.where(place < seen, _ordered(score), nowhere)
+    key = tl.where(place < seen, _ordered(score), nowhere)
+    return key, tl.where((score != score) & (place < seen), highest, key)
+
+
+@triton.jit
+def _write_taken(out_ptr, key, first, low, high, above, between, wanted, TILE: tl.constexpr):
+    """Writes the places of a tile that are taken, behind those of earlier tiles; how many scores are above and between, in 16 bits each."""
+    is_between = (key >= low) & (key < high)
+    counted = tl.where(key >= high, 0x10000, 0) + is_between.to(tl.int32)
+    before = tl.cumsum(counted, 0) - counted
+    between_before = between + (before & 0xFFFF)
+    slot = above + (before >> 16) + tl.minimum(between_before, wanted)
+    taken = (key >= high) | (is_between & (between_before < wanted))
+    tl.store(out_ptr + slot, first + tl.arange(0, TILE), mask=taken)
+    return counted
 
 
 @triton.jit(do_not_specialize=["first_row", "top_k", "least", "most"])
@@ -222,21 +237,18 @@ def _choose(
                 slot = first + tl.arange(0, WRITTEN)
                 tl.store(out_row + slot, tl.where(slot < seen, slot, -1), mask=slot < top_k)
         else:
-            largest: tl.constexpr = 0x7FFFFFFF
-            low = tl.full((), largest, tl.int32)
-            high = tl.full((), -largest, tl.int32)
-            wrong = tl.full((), 0, tl.int32)
-            key = _scores_of(row_ptr, 0, seen, TILE)
-            for first in range(0, seen, TILE):
-                if not KEPT:
-                    key = _scores_of(row_ptr, first, seen, TILE)
-                place = first + tl.arange(0, TILE)
-                low = tl.minimum(low, tl.min(tl.where(place < seen, key, largest), axis=0))
-                high = tl.maximum(high, tl.max(key, axis=0))
-                score = tl.load(row_ptr + place, mask=place < seen, other=0.0)
-                wrong = tl.maximum(wrong, tl.max((score != score).to(tl.int32), axis=0))
-            tl.store(flag_ptr, 1, mask=wrong > 0)
-            high += 1  # no score reaches it; above +inf there is room
+            highest: tl.constexpr = 0x7FFFFFFF
+            above_infinity: tl.constexpr = 0x7F800001
+            key, marked = _scores_of(row_ptr, 0, seen, TILE)
+            low = tl.min(tl.where(tl.arange(0, TILE) < seen, key, highest), axis=0)
+            high = tl.max(marked, axis=0)
+            if not KEPT:
+                for first in range(TILE, seen, TILE):
+                    key, marked = _scores_of(row_ptr, first, seen, TILE)
+                    low = tl.minimum(low, tl.min(tl.where(first + tl.arange(0, TILE) < seen, key, highest), axis=0))
+                    high = tl.maximum(high, tl.max(marked, axis=0))
+            tl.store(flag_ptr, 1, mask=high == highest)
+            high = tl.where(high == highest, above_infinity, high + 1)  # no score reaches it
             low_count = seen
             high_count = tl.full((), 0, tl.int32)
             target = top_k.to(tl.float32)
@@ -256,11 +268,13 @@ def _choose(
                     probe = (low >> 1) + (high >> 1) + (low & high & 1)
                     probes = tl.full((), 0, tl.int32)
                 probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
-                reached = tl.full((), 0, tl.int32)
-                for first in range(0, seen, TILE):
-                    if not KEPT:
-                        key = _scores_of(row_ptr, first, seen, TILE)
-                    reached += tl.sum((key >= probe).to(tl.int32), axis=0)
+                if KEPT:
+                    reached = tl.sum((key >= probe).to(tl.int32), axis=0)
+                else:
+                    reached = tl.full((), 0, tl.int32)
+                    for first in range(0, seen, TILE):
+                        key, marked = _scores_of(row_ptr, first, seen, TILE)
+                        reached += tl.sum((key >= probe).to(tl.int32), axis=0)
                 count = (reached.to(tl.float32) + 0.5) / target
                 if reached >= top_k:
                     low = probe
@@ -275,19 +289,16 @@ def _choose(
                     low_share = tl.where(moved == -1, low_share * 0.5, low_share)
                     moved = tl.full((), -1, tl.int32)
             wanted = top_k - high_count  # of those between the bounds
-            above = tl.full((), 0, tl.int32)
-            between = tl.full((), 0, tl.int32)
-            for first in range(0, seen, WRITTEN):
-                part = _scores_of(row_ptr, first, seen, WRITTEN)
-                is_above = (part >= high).to(tl.int32)
-                is_between = ((part >= low) & (part < high)).to(tl.int32)
-                above_before = above + tl.cumsum(is_above, 0) - is_above
-                between_before = between + tl.cumsum(is_between, 0) - is_between
-                taken = (is_above > 0) | ((is_between > 0) & (between_before < wanted))
-                slot = above_before + tl.minimum(between_before, wanted)
-                tl.store(out_row + slot, first + tl.arange(0, WRITTEN), mask=taken)
-                above += tl.sum(is_above, axis=0)
-                between += tl.sum(is_between, axis=0)
+            if KEPT and TILE <= WRITTEN:
+                _write_taken(out_row, key, 0, low, high, 0, 0, wanted, TILE)
+            else:
+                above = tl.full((), 0, tl.int32)
+                between = tl.full((), 0, tl.int32)
+                for first in range(0, seen, WRITTEN):
+                    part = _scores_of(row_ptr, first, seen, WRITTEN)[0]
+                    counted = tl.sum(_write_taken(out_row, part, first, low, high, above, between, wanted, WRITTEN), axis=0)
+                    above += counted >> 16
+                    between += counted & 0xFFFF
 
 
 def choose(scores_RT: Tensor, first: int, out_RK: Tensor, rows: Rows) -> None:
@@ -318,7 +329,7 @@ def choose(scores_RT: Tensor, first: int, out_RK: Tensor, rows: Rows) -> None:
             WRITTEN=min(width, CHOICE_TILE),
             KEPT=kept,
             UNGUARDED=UNGUARDED,
-            num_warps=min(32, max(4, width // 512)),
+            num_warps=min(32, max(4, width // (256 if count <= FEW_ROWS else 1024))),
             **EXACT,
         )
         if last:
