@@ -265,7 +265,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "unknown field": (lambda f: spoil_config(f, attention_sinks=4), "unknown fields attention_sinks=4"),
     "unsupported field": (lambda f: spoil_config(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "unknown model": (lambda f: spoil_config(f, model_type="llama"), "model_type 'llama' is not supported"),
-    "planned model": (lambda f: spoil_config(f, model_type="deepseek_v4"), "'deepseek_v4' is planned but not built yet"),
     "wrong shape": (
         lambda f: spoil_config(f, intermediate_size=128),
         r"gate_proj.weight \[256, 64\] where the config needs \[128, 64\]",

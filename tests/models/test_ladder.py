@@ -303,7 +303,6 @@ def test_what_one_side_lacks_is_an_error() -> None:
 
 def test_bad_subjects() -> None:
     for call, sentence in (
-        (lambda: build("deepseek_v4", checkpoint=None, device="cpu"), "'deepseek_v4' is planned but not built yet"),
         (lambda: build("llama", checkpoint=None, device="cpu"), "unknown architecture 'llama'"),
         (lambda: config_of("qwen3", "9b", None), "qwen3 has no size '9b'"),
         (lambda: config_of("qwen3", "tiny", 9), "--layers 9: qwen3 tiny has 1 to 3"),

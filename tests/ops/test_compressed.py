@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zoo.common import ops
 from zoo.common.history import CompressedRows, OpenWindows, WholeWindows, WindowedRows
-from zoo.common.ops.hash_route import check_table
 from zoo.common.ops.hyper_pre.reference import sinkhorn
 from zoo.common.program import resolve
 from zoo.common.rows import Rows
+from zoo.common.weights import check_table
 from zoo.testing import assert_same_bytes
 
 ALIGNED = resolve("aligned", "cpu", torch.bfloat16)

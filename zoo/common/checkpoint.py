@@ -29,7 +29,7 @@ from zoo.common.shards import (
     write_shard,
     write_shards,
 )
-from zoo.common.weights import Entry, Piece, WeightTable
+from zoo.common.weights import Entry, Piece, WeightTable, check_table
 from zoo.testing import finite
 
 SHARD_BYTES = 5 * 10**9
@@ -213,7 +213,7 @@ def fill_parameters(parameters: Mapping[str, Tensor], checkpoint: Checkpoint, ma
             continue
         view = piece.of(parameters[entry.ours])
         view.copy_(entry.taken(stored.name, _read(stored, piece)))
-        check_finite(stored.name, view)
+        check_values(stored.name, view, entry)
     for stored, entry, piece in aliases:
         check_alias(stored.name, _read(stored, piece), entry.publish(piece.of(parameters[entry.ours])), entry.ours)
 
@@ -223,6 +223,13 @@ def _read(stored: StoredTensor, piece: Piece) -> Tensor:
     if piece.cut is None or not piece.taken:
         return stored.read()
     return stored.read_runs(piece.cut.dim, piece.taken)
+
+
+def check_values(name: str, tensor: Tensor, entry: Entry) -> None:
+    """ValueError for a NaN or an infinity, and for a table of integers that its entry forbids."""
+    check_finite(name, tensor)
+    if entry.below:
+        check_table(name, tensor, entry.below)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

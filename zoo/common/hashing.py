@@ -49,6 +49,18 @@ def normal_(out: Tensor, key: int, std: float, mean: float = 0.0, *, chunk: int 
     return out
 
 
+def distinct_(out: Tensor, key: int, below: int) -> Tensor:
+    """Fills [R, K] of integers with different ones below `below` in each row, from (key, row). ValueError for more columns than that."""
+    rows, columns = out.shape
+    if columns > below:
+        raise ValueError(f"{columns} different integers below {below}")
+    z = torch.arange(1, 1 + 2 * rows, dtype=torch.int64, device=out.device).mul_(_signed(_GOLDEN)).add_(key)
+    first, step = _shift(_mix_(z), 1).view(2, rows, 1)
+    places = torch.arange(columns, dtype=torch.int64, device=out.device)
+    # steps so small that a row does not come round to its first
+    return out.copy_((first % below + places * (1 + step % max(1, (below - 1) // max(1, columns - 1)))) % below)
+
+
 def checksums(rows_XRC: Tensor, *, chunk: int | None = None) -> Tensor:
     """int64 [X]: one position-dependent checksum of the bytes of each [R, C] block, a sum modulo 2^64 (order can't matter)."""
     if rows_XRC.numel() == 0:

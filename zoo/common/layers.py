@@ -60,9 +60,10 @@ def logits(inputs: int, outputs: int, program: Program) -> Linear:
 class RMSNorm(nn.Module):
     """weight [D]. With a branch it first adds it to the residual stream: forward(residual, branch) -> (normed, new residual)."""
 
-    def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False) -> None:
+    def __init__(self, width: int, eps: float, program: Program, *, zero_centred: bool = False, dtype: torch.dtype | None = None) -> None:
+        """dtype  of a weight that is FP32 in every program; None: the program's."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=program.torch_dtype))
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype or program.torch_dtype))
         self.eps = eps
         self.program = program
         self.zero_centred = zero_centred
@@ -76,23 +77,25 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x); gate and up are one Linear, gate rows first."""
+    """down(silu(gate x) * up x); gate and up are one Linear, gate rows first. `limit`: see ops.swiglu."""
 
-    def __init__(self, hidden: int, intermediate: int, program: Program) -> None:
+    def __init__(self, hidden: int, intermediate: int, program: Program, limit: float | None = None) -> None:
         super().__init__()
+        self.limit = limit
         self.gate_up = Linear(hidden, 2 * intermediate, program)
         self.down = Linear(intermediate, hidden, program)
         self.program = program
 
     def forward(self, x_RD: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program))
+        return self.down(ops.swiglu(self.gate_up(x_RD), program=self.program, limit=self.limit))
 
 
 class Experts(nn.Module):
-    """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]."""
+    """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]. `limit`: see ops.swiglu."""
 
-    def __init__(self, count: int, hidden: int, intermediate: int, program: Program) -> None:
+    def __init__(self, count: int, hidden: int, intermediate: int, program: Program, limit: float | None = None) -> None:
         super().__init__()
+        self.limit = limit
         self.gate_up = nn.Parameter(torch.empty(count, 2 * intermediate, hidden, dtype=program.torch_dtype))
         self.down = nn.Parameter(torch.empty(count, hidden, intermediate, dtype=program.torch_dtype))
         self.program = program
@@ -102,7 +105,8 @@ class Experts(nn.Module):
         raise ValueError("experts in FP8 codes are not computed with yet: dtype=torch.bfloat16 rounds their values once at load")
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
-        slots_RKD = ops.experts(x_RD, experts_RK, computed(self, "gate_up"), computed(self, "down"), program=self.program)
+        weights = (computed(self, "gate_up"), computed(self, "down"))
+        slots_RKD = ops.experts(x_RD, experts_RK, *weights, program=self.program, limit=self.limit)
         return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
 
 
@@ -145,8 +149,9 @@ def _hold_codes(module: nn.Module, name: str, codec: BlockScaled) -> None:
 class RotaryTable(nn.Module):
     """The whole FP32 table, made on the CPU and moved where it is first used; not a buffer, since .to(bfloat16) would round it."""
 
-    def __init__(self, positions: int, rope_dim: int, theta: float, program: Program) -> None:
+    def __init__(self, positions: int, rope_dim: int, theta: float, program: Program, yarn: ops.Yarn | None = None) -> None:
         super().__init__()
+        self.yarn = yarn
         self.positions = positions
         self.rope_dim = rope_dim
         self.theta = theta
@@ -155,7 +160,9 @@ class RotaryTable(nn.Module):
 
     def reset_buffers(self, device: torch.device | str) -> None:
         with torch.device("cpu"):
-            self.table_PC2 = ops.rope_table(self.positions, self.rope_dim, self.theta).to(device)
+            size = (self.positions, self.rope_dim, self.theta)
+            table = ops.rope_table(*size) if self.yarn is None else ops.yarn_table(*size, self.yarn)
+            self.table_PC2 = table.to(device)
 
     def on(self, device: torch.device) -> Tensor:
         """The table on a device, made there unless it is."""

@@ -20,7 +20,7 @@ from zoo.common.decoded import decoded
 from zoo.common.ends import end_tokens, read_generation
 from zoo.common.files import check_fresh
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
-from zoo.common.hashing import key64, normal_
+from zoo.common.hashing import distinct_, key64, normal_
 from zoo.common.layers import Embedding, RotaryTable
 from zoo.common.masters import Held, held_beside, hold
 from zoo.common.ops import table_hash
@@ -312,7 +312,7 @@ class Pretrained(nn.Module):
             wanted = entry.stored(view.dtype)
             if tuple(tensor.shape) != piece.shape or tensor.dtype not in (wanted, *entry.alike):
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, it must be {wanted} {list(piece.shape)}")
-            files.check_finite(name, tensor)
+            files.check_values(name, tensor, entry)
             tensor = entry.taken(name, tensor)
             itself = (tensor.data_ptr(), tensor.stride()) == (view.data_ptr(), view.stride())
             if tensor.untyped_storage().data_ptr() in ours and not itself:
@@ -505,6 +505,8 @@ def draw_piece(
         stored = owner.codec.encode(draw_piece(whole, values, seed, table, plain, how))
         with torch.no_grad():
             return out.copy_(stored[(owner.ours, *owner.beside).index(entry.ours)])
+    if entry.below:
+        return distinct_(out, key64(seed, piece.published), entry.below)
     draw = how(piece.published, piece.shape, entry.ours in table.tied)
     return normal_(out, key64(seed, piece.published), draw.std, draw.mean)
 

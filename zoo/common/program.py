@@ -147,6 +147,11 @@ class Program:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """FP32, or the program's dtype where that is wider."""
+        return torch.promote_types(self.torch_dtype, torch.float32)
+
     def key_segment(self, head_dim: int) -> int | None:
         """Keys per attention pass for heads of `head_dim`; None: one pass."""
         return next((keys for widest, keys in self.key_segments if head_dim <= widest), None)

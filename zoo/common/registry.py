@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 ZOO = Path(__file__).parents[1]  # the package's folder
 ROLES = ("rl", "serving")
 ENTRY_POINTS = "zoo.families"
-_PLANNED = ("deepseek_v4",)
 
 
 @functools.cache
@@ -46,10 +45,8 @@ def architectures() -> dict[str, tuple[Family, Architecture]]:
 
 
 def find(name: str) -> tuple[Family, Architecture]:
-    """An architecture by name. ValueError for one that is unknown or not built yet."""
+    """An architecture by name. ValueError for one that is unknown."""
     known = architectures()
-    if name in _PLANNED:
-        raise ValueError(f"architecture {name!r} is planned but not built yet; there are {', '.join(known)}")
     if name not in known:
         raise ValueError(f"unknown architecture {name!r:.60}; there are {', '.join(known)}")
     return known[name]
@@ -59,8 +56,6 @@ def family_of(fields: dict[str, Any]) -> tuple[Family, Architecture]:
     """Those of a config.json. ValueError for a model_type that there is not."""
     known = {kind: (family, one) for family, one in architectures().values() for kind in one.model_types}
     kind = fields.get("model_type")
-    if kind in _PLANNED:
-        raise ValueError(f"model_type {kind!r} is planned but not built yet; there are {', '.join(known)}")
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"model_type {kind!r:.60} is not supported; there are {', '.join(known)}")
     return known[kind]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.common.layers import Embedding, RMSNorm, RotaryTable
+from zoo.common.layers import Embedding, RMSNorm
 from zoo.common.masters import computed
 from zoo.common.rows import Rows
 
@@ -31,7 +31,7 @@ class CausalModel(nn.Module):
     embed: Embedding
     layers: nn.ModuleList
     norm: RMSNorm
-    rotary: RotaryTable
+    rotary: nn.Module  # a RotaryTable, or several
     head: Embedding  # absent where it is tied to the embedding
 
     def enter(self, ids_R: Tensor) -> Any:

@@ -126,6 +126,7 @@ class Entry:
     trainable       whether it gets a gradient; the architecture's table says why not
     codec           what lies between its values and what is stored; None: it is stored as it is
     beside          parameters that hold what the codec stores beside this one's codes: scales
+    below           of a table of integers: its rows hold different ones below so many, and not all of them are 0
     """
 
     ours: str
@@ -135,6 +136,7 @@ class Entry:
     trainable: bool = True
     codec: Codec | None = None
     beside: tuple[str, ...] = ()
+    below: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -400,6 +402,21 @@ def _shares(pieces: tuple[Piece, ...], layout: Layout, ranks: Mapping[str, int])
             ends[expert] = mine.rows.stop
             found.append((piece, mine))
     return found
+
+
+def check_table(name: str, table_VK: Tensor, experts: int) -> None:
+    """ValueError for a table with an entry outside the experts, with an expert twice in a row, or of zeros alone."""
+    if not bool(table_VK.any()):
+        raise ValueError(f"{name} holds zeros alone: every token would have expert 0 and no other, the table was never filled")
+    outside = (table_VK < 0) | (table_VK >= experts)
+    if bool(outside.any()):
+        row, slot = outside.nonzero()[0].tolist()
+        raise ValueError(f"{name} sends token {row} to expert {int(table_VK[row, slot])}, there are {experts}")
+    ordered = table_VK.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+    if len(twice):
+        row, slot = twice[0].tolist()
+        raise ValueError(f"{name} sends token {row} to expert {int(ordered[row, slot])} twice")
 
 
 class Places:

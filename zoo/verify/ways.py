@@ -54,7 +54,8 @@ class Seen:
         counts = {name: t.isfinite().flatten(1).sum(1).cumsum(0) for name, t in self.state.items()}
         if not counts:
             return {}
-        return dict(zip(counts, ([0, *sums] for sums in torch.stack(list(counts.values())).tolist()), strict=True))
+        every = iter(torch.cat(list(counts.values())).tolist())  # rows of several tokens are fewer
+        return {name: [0, *itertools.islice(every, len(sums))] for name, sums in counts.items()}
 
 
 class Poisoned(TorchDispatchMode):
@@ -134,15 +135,21 @@ def _rows_of(cached: Cached, before: list[int], document: slice) -> Tensor:
 
 def _witnessed(calls: list[Call], document: slice) -> Callable[[int], dict[str, Tensor]] | None:
     """What slots must hold of a document after so many tokens, by name and layer, from training's calls in order."""
-    witnesses: list[tuple[int, Witness]] = []
-    numbers: Counter[str] = Counter()
+    witnesses: list[Witness] = []
     for call in calls:
         assert call.contract.witness is not None
-        witnesses.append((numbers[call.contract.name], call.contract.witness(call.arguments, document)))
-        numbers[call.contract.name] += 1
-    if not witnesses:
-        return None
-    return lambda length: {f"{name}.{n}": part for n, witness in witnesses for name, part in witness.after(length).items()}
+        witnesses.append(call.contract.witness(call.arguments, document))
+
+    def after(length: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        numbers: Counter[str] = Counter()  # one op may fill slots of several names
+        for witness in witnesses:
+            for name, part in witness.after(length).items():
+                found[f"{name}.{numbers[name]}"] = part
+                numbers[name] += 1
+        return found
+
+    return after if witnesses else None
 
 
 class Session:

@@ -15,6 +15,7 @@ it speaks `ServingMemory`:
   needs nothing of the sequence that the snapshot is of. `restore` writes it into the slot and the open page of another.
 """
 
+from zoo.common.memory.compressed import CompressedLayer, CompressedMemory, OpenSlots, PackedCompressed, PagedCompressed
 from zoo.common.memory.delta import CarrySlots, DeltaSlots
 from zoo.common.memory.parts import RESERVED_PAGE, RESERVED_SLOT, Kept, PagePart, SlotPart
 from zoo.common.memory.views import (
@@ -40,6 +41,8 @@ __all__ = [
     "RESERVED_PAGE",
     "RESERVED_SLOT",
     "CarrySlots",
+    "CompressedLayer",
+    "CompressedMemory",
     "DeltaLayer",
     "DeltaMemory",
     "DeltaSlots",
@@ -49,9 +52,12 @@ __all__ = [
     "LatentLayer",
     "LatentMemory",
     "Memory",
+    "OpenSlots",
+    "PackedCompressed",
     "PackedKeyValues",
     "PackedLatents",
     "PagePart",
+    "PagedCompressed",
     "PagedKeyValues",
     "PagedLatents",
     "PagedRows",

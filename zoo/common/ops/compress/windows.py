@@ -29,6 +29,11 @@ class Window(NamedTuple):
         return [p % self.held for p in range(self.first(length), length)]
 
 
+def first_positions(positions_R: Tensor, tokens: int) -> Tensor:
+    """Of a token that completes a window, the position of the window's first; of others at least 0."""
+    return (positions_R + 1 - tokens).clamp(min=0)
+
+
 @dataclass(frozen=True)
 class WindowWitness:
     """rows_RC: one document's rows, as training's call has them."""

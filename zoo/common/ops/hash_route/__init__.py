@@ -76,22 +76,8 @@ class _HashRoute(OpFunction):
 
 @observed(CONTRACT)
 def hash_route(logits_RX: Tensor, ids_R: Tensor, table_VK: Tensor, scale: float, *, program: Program) -> tuple[Tensor, Tensor]:
-    """(weights_RK, experts_RK). ValueError for another count of ids than of rows; `check_table` says what a table may hold."""
+    """(weights_RK, experts_RK). ValueError for another count of ids than of rows; what a table may hold is looked at where
+    weights are loaded: zoo.common.weights.check_table."""
     if ids_R.shape != logits_RX.shape[:1]:
         raise ValueError(f"hash_route: {logits_RX.shape[0]} rows, token ids of shape {tuple(ids_R.shape)}")
     return _HashRoute.run(logits_RX, ids_R, table_VK, scale, CONTRACT.provider(program))
-
-
-def check_table(name: str, table_VK: Tensor, experts: int) -> None:
-    """ValueError for a table with an entry outside the experts, with an expert twice in a row, or of zeros alone."""
-    if not bool(table_VK.any()):
-        raise ValueError(f"{name} holds zeros alone: every token would have expert 0 and no other, the table was never filled")
-    outside = (table_VK < 0) | (table_VK >= experts)
-    if bool(outside.any()):
-        row, slot = outside.nonzero()[0].tolist()
-        raise ValueError(f"{name} sends token {row} to expert {int(table_VK[row, slot])}, there are {experts}")
-    ordered = table_VK.sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
-    if len(twice):
-        row, slot = twice[0].tolist()
-        raise ValueError(f"{name} sends token {row} to expert {int(ordered[row, slot])} twice")

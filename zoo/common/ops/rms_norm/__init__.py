@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zoo.common.ops.contract import PROGRAM, Contract, OpFunction, Provider, closed_form, observed
+from zoo.common.ops.contract import EITHER, PROGRAM, Contract, OpFunction, Provider, closed_form, observed
 from zoo.common.program import Program
 
 
@@ -41,7 +41,7 @@ CONTRACT = Contract(
     name="rms_norm",
     version=1,
     shapes="x [..., D], weight [D] -> [..., D] in x's dtype; D is a hidden size or a head's width",
-    reads={"x": PROGRAM, "x_RD": PROGRAM, "residual_RD": PROGRAM, "weight_D": PROGRAM},
+    reads={"x": PROGRAM, "x_RD": PROGRAM, "residual_RD": PROGRAM, "weight_D": EITHER},
     rounds="residual sum once, from FP32, before anything else; the output once, from FP32",
     adds="squares in FP32 by the adjacent-pair tree over D padded to a power of two; times the FP32 value of 1/D; plus eps; one rsqrt; "
     "(x * rsqrt) * weight, products rounded one by one (zero-centred: 1 + weight in FP32 first)",
