@@ -1,0 +1,296 @@
+"""DeepSeek-V4: every way to push the same tokens gives the same log-probabilities and cached bytes; the engine draws what the trainer
+scores, whatever is cached, preempted or begun at a snapshot; the index against a plain transcription."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import Family, drive, numbers, scored, tokens, trained
+from model_harness import (
+    Session,
+    assert_alone_is_packed,
+    assert_modes_agree,
+    assert_same_states,
+    counted,
+    other_in_recomputation,
+    other_in_training,
+    packed,
+    pushed,
+    rows_in_training,
+    scores,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from zoo.common.engine import Engine
+from zoo.common.history import OpenWindows, WindowedRows
+from zoo.common.memory import PagedCompressed
+from zoo.common.ops.contract import Contract
+from zoo.common.rollouts import Completion, SamplingParams
+from zoo.common.rows import Rows
+from zoo.deepseek_v4 import SIZES, DeepseekV4ForRL, DeepseekV4ForServing
+from zoo.deepseek_v4.config import HEAVY, SPARSE, WINDOW, Rates
+from zoo.testing import LawBroken, assert_same_bytes, split_plans
+
+SHAPE: dict[str, Any] = {"heads": 3, "groups": 3, "head_dim": 24, "query_rank": 32, "group_rank": 16, "index_heads": 4, "index_top_k": 3}
+CONFIGS = {
+    # few index heads: many scores are equal
+    "all kinds": replace(
+        SIZES["tiny"], **SHAPE, layers=4, kinds_of_layers=(WINDOW, SPARSE, HEAVY, SPARSE), hashed=(True, False, False, True)
+    ),
+    "all hashed, long rows": replace(
+        SIZES["tiny"], **SHAPE, layers=2, kinds_of_layers=(HEAVY, SPARSE), hashed=(True, True), rates=Rates(4, 128), window=5
+    ),
+    "windows alone, learned": replace(SIZES["tiny"], **SHAPE, layers=2, kinds_of_layers=(WINDOW, WINDOW), hashed=(False, False), streams=2),
+}
+STEM = tokens(48, 99)
+REQUESTS = [
+    ([7], SamplingParams(seed=1, max_new_tokens=6)),
+    (STEM[:16], SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_new_tokens=5)),
+    (STEM + tokens(22, 3), SamplingParams(temperature=0.0, max_new_tokens=4)),
+    (STEM + [4], SamplingParams(temperature=0.6, top_p=0.8, top_k=20, seed=3, max_new_tokens=5)),
+]
+FAMILY = Family(CONFIGS, DeepseekV4ForRL, DeepseekV4ForServing, REQUESTS)
+LENGTHS = (21, 1, 53)
+KINDS = tuple(CONFIGS)
+
+
+def page_of(kind: str) -> int:
+    return 128 if kind == "all hashed, long rows" else 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_way_to_push_is_training(kind: str) -> None:
+    trainer, server = FAMILY.twins(kind)
+    lengths = (133, 1, 9) if page_of(kind) == 128 else LENGTHS
+    documents = FAMILY.documents(kind, lengths)
+    together = assert_alone_is_packed(trainer, documents)
+    whole_states = None
+    plans = split_plans(lengths, (4, 16))
+    for name in ("whole", "a row at a time", "in pieces of 7", "cut at 4", "cut at 17", "one sequence after another", "at random"):
+        for page_size in (page_of(kind),) if name != "at random" else (page_of(kind), 5 * page_of(kind)):
+            found, states = pushed(server, documents, plans[name], page_size)
+            assert_same_bytes(found, together, name)
+            whole_states = states if whole_states is None else whole_states
+            assert_same_states(states, whole_states, name)
+
+
+@pytest.mark.parametrize("lengths", [tuple(range(1, 10)), (127, 128), (129, 133), (255, 257)])
+@torch.no_grad()
+def test_lengths_at_the_edges_of_windows(lengths: tuple[int, ...]) -> None:
+    """Packed, and each prefilled in two launches around its last token's window."""
+    trainer, server = FAMILY.twins("all hashed, long rows")
+    documents = FAMILY.documents("all hashed, long rows", lengths)
+    cut = tuple(max(n - 3, n // 2) for n in lengths)
+    found, _ = pushed(server, documents, (cut, tuple(n - c for n, c in zip(lengths, cut, strict=True))) if min(cut) else (lengths,), 128)
+    assert_same_bytes(found, scores(trainer, documents))
+
+
+class Stale(PagedCompressed):
+    """A fault: a compressed row is seen one launch late."""
+
+    def append(self, window_RE: Tensor, compressed_RE: Tensor | None, rows: Rows) -> WindowedRows:
+        before = {name: pages.clone() for name, pages in self.compressed.items()}
+        found = super().append(window_RE, compressed_RE, rows)
+        return found if found.compressed is None else replace(found, compressed=before[self.name])
+
+
+class Forgetful(PagedCompressed):
+    """A fault: what a launch writes into its open windows is lost."""
+
+    def open(self, name: str) -> OpenWindows:
+        found = super().open(name)
+        return replace(found, rows_SWC=found.rows_SWC.clone())
+
+
+@pytest.mark.parametrize("fault", [Stale, Forgetful])
+@torch.no_grad()
+def test_a_late_row_or_a_lost_window_is_caught(fault: type[PagedCompressed], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, server = FAMILY.twins("all kinds")
+    documents, plan = FAMILY.documents("all kinds", LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
+    assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
+    monkeypatch.setattr("zoo.common.memory.compressed.PagedCompressed", fault)
+    with pytest.raises(LawBroken):
+        assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
+
+
+@torch.no_grad()
+def test_the_choice_matters() -> None:
+    """The control of every comparison above: rows beyond top_k compressed ones read others than all of them, earlier rows the same."""
+    trainer, documents = FAMILY.trainer("all kinds"), FAMILY.documents("all kinds", LENGTHS)
+    every = DeepseekV4ForRL.from_config(replace(trainer.config, index_top_k=80), seed=1, device="cpu")
+    few, all_ = scores(trainer, documents), scores(every, documents)
+    assert_same_bytes([d[:15] for d in few], [d[:15] for d in all_])  # three rows of four tokens, and what comes before a fourth
+    assert (few[2][15:] != all_[2][15:]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_modes(kind: str) -> None:
+    assert_modes_agree(FAMILY.fresh(kind), FAMILY.documents(kind, (20, 3)))
+
+
+@pytest.mark.parametrize("fault", [other_in_training, other_in_recomputation])
+def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
+    model = FAMILY.fresh("all kinds")
+    model.model.layers[1].post_norm.register_forward_hook(fault)
+    with pytest.raises(LawBroken):
+        assert_modes_agree(model, FAMILY.documents("all kinds", (20, 3)))
+
+
+def test_every_parameter_has_a_gradient_or_is_frozen() -> None:
+    """Those of the streams' mixers, the pools and the sinks among them."""
+    model, documents = FAMILY.fresh("all kinds"), FAMILY.documents("all kinds", LENGTHS)
+    ids, starts = packed(documents)
+    (-model.score(ids, starts).mean()).backward()
+    for name, parameter in model.named_parameters():
+        frozen = ".indexer." in name or name.endswith(("route.bias", "route.table"))
+        assert (parameter.grad is None) == (not parameter.requires_grad) == frozen, name
+        assert parameter.grad is None or (bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any())), name
+
+
+def test_each_row_enters_each_op_once() -> None:
+    model, documents = FAMILY.fresh("all kinds"), FAMILY.documents("all kinds", LENGTHS)
+    seen, rows = rows_in_training(model, documents), sum(LENGTHS)
+    assert seen["compressed_attention"] == 4 * rows and seen["compressed_select"] == 2 * rows and seen["compress"] == 5 * rows
+    assert seen["hyper_pre"] == seen["hyper_post"] == 8 * rows and seen["hyper_head"] == rows
+    assert seen["hash_route"] == seen["softplus_route"] == 2 * rows and seen["head_linear"] == 4 * rows
+
+
+# the index, written down once more, from its description alone
+
+
+def plain_index(query: Tensor, weights: Tensor, values: Tensor, gates: Tensor, ape: Tensor, norm: Tensor, turns: Tensor, top_k: int) -> Any:
+    """Chosen rows of each token of one document: token by token, row by row, in float64. turns [T, C] are complex."""
+    tokens, width = ape.shape[0], norm.shape[0]
+    turned = 2 * turns.shape[1]
+
+    def rotate(x: Tensor, position: int) -> Tensor:
+        pairs = torch.view_as_complex(x[..., width - turned :].reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.cat([x[..., : width - turned], torch.view_as_real(pairs * turns[position]).flatten(-2)], -1)
+
+    keys: list[Tensor] = []
+    chosen = []
+    for t in range(len(query)):
+        if (t + 1) % tokens == 0:
+            first = t + 1 - tokens
+            value = [values[first + i, width:] for i in range(tokens)]
+            gate = [gates[first + i, width:] + ape[i, width:] for i in range(tokens)]
+            if first:
+                value += [values[first - tokens + i, :width] for i in range(tokens)]
+                gate += [gates[first - tokens + i, :width] + ape[i, :width] for i in range(tokens)]
+            share = torch.softmax(torch.stack(gate), 0)
+            pooled = (share * torch.stack(value)).sum(0)
+            keys.append(rotate(pooled / torch.sqrt((pooled**2).mean() + 1e-6) * norm, first))
+        if not keys:
+            chosen.append([])
+            continue
+        score = (functional.relu(rotate(query[t], t) @ torch.stack(keys).T) * weights[t][:, None]).sum(0)
+        order = sorted(range(len(keys)), key=lambda row: (-float(score[row]), row))
+        chosen.append(sorted(order[:top_k]))
+    return chosen
+
+
+@torch.no_grad()
+def test_the_index_against_a_plain_transcription() -> None:
+    """In FP32 and with many heads, so that no two scores lie within a rounding of each other."""
+    from zoo.common import ops
+
+    config = replace(CONFIGS["all kinds"], index_heads=32)
+    model = DeepseekV4ForRL.from_config(config, seed=5, device="cpu", program="transformers")
+    inside: list[Tensor] = []
+    outside: list[Tensor] = []
+    attention = model.model.layers[1].attention
+    attention.indexer.register_forward_pre_hook(lambda module, args: inside.extend(args[:2]))
+    seen: list[Tensor] = []
+
+    def observe(contract: Contract, arguments: Any, result: Any) -> None:
+        if contract.name == "compressed_select":
+            seen.append(result)
+
+    document = FAMILY.documents("all kinds", (61,))
+    with ops.watch(observe):
+        scores(model, document)
+    outside.append(seen[0])
+    x, query = (t.double() for t in inside[:2])
+    indexer = attention.indexer
+    weight = {name: parameter.double() for name, parameter in indexer.named_parameters()}
+    values, gates = (x @ weight["compressor.rows.weight"].T).chunk(2, 1)
+    turns = torch.view_as_complex(model.model.rotary.compressed.on(torch.device("cpu")).double())
+    heads = (query @ weight["query.weight"].T).unflatten(1, (32, -1))
+    plain = plain_index(
+        heads, x @ weight["weights.weight"].T, values, gates, weight["compressor.pool.ape"], weight["compressor.norm.weight"], turns, 3
+    )
+    found = [[row for row in rows if row >= 0] for rows in outside[0].tolist()]
+    assert found == plain
+    assert any(rows != list(range(len(rows))) for rows in found)  # something was discarded
+
+
+# the engine
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "two at a time, 7 rows": {"max_batch": 2, "chunk_rows": 7},
+    "nothing cached": {"chunk_rows": 33, "prefix_cache": False},
+    "few pages": {"pages": 9, "chunk_rows": 20},
+    "snapshots at every window": {"snapshot_stride": 16, "chunk_rows": 21},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_no_schedule_moves_a_byte(options: dict[str, Any]) -> None:
+    engine = Engine(FAMILY.twins("all kinds")[1], **{"pages": 40, "page_size": 16, **options})
+    assert FAMILY.generate(engine) == FAMILY.baseline("all kinds")
+
+
+def test_the_trainer_draws_and_scores_the_same_bytes() -> None:
+    trainer = FAMILY.trainer("all kinds")
+    for values in FAMILY.baseline("all kinds"):
+        record = Completion.from_dict({**values, "request_id": "0"})
+        again = trained(trainer, record)
+        assert again == {name: getattr(record, name) for name in again}
+        assert record.filtered_log_probs == scored(trainer, record, record.sampling)
+    with torch.no_grad():
+        assert trained(FAMILY.fresh("all kinds", seed=2), record) != again
+
+
+def test_a_prefix_is_reused_from_the_nearest_snapshot() -> None:
+    engine = Engine(FAMILY.twins("all kinds")[1], pages=40, page_size=16)
+    prompt, params = REQUESTS[2]
+    for cached in (0, 64):  # 70 tokens: the last whole window of 16
+        engine.add(prompt, params)
+        with counted() as seen:
+            [done] = drive(engine)
+        assert seen["embed"] == len(prompt) - cached + params.max_new_tokens - 1
+        assert numbers(done) == FAMILY.baseline("all kinds")[2]
+
+
+@pytest.mark.parametrize("extra", [1, 2, 3, 4, 5, 15, 16, 17, 33])
+@torch.no_grad()
+def test_an_extended_chat_is_a_cold_prefill(extra: int) -> None:
+    server = FAMILY.twins("all kinds")[1]
+    [document] = FAMILY.documents("all kinds", (64 + extra,))
+    cold = Session(server, [document])
+    cold.push((64 + extra,))
+    warm = Session(server, [document])
+    warm.push((64,))
+    snapshot = warm.memory.snapshot(warm.slots[0], 64, warm.pages[0])
+    for pool in warm.memory.slot_parts:  # nothing of the slot is left but what the snapshot has
+        for tensor in pool.pools.values():
+            tensor.fill_(torch.nan)
+    warm.memory.restore(warm.slots[0], warm.pages[0], snapshot)
+    warm.push((extra,))
+    assert_same_bytes(warm.scores()[0], cold.scores()[0])
+    assert_same_bytes(warm.written(0), cold.written(0))
+
+
+def test_pages_of_no_whole_rows_are_refused() -> None:
+    server = FAMILY.twins("all kinds")[1]
+    with pytest.raises(ValueError, match="a page of 8 tokens does not hold whole rows of 16"):
+        server.make_memory(4, 8)
+    with pytest.raises(ValueError, match="snapshot_stride must be a multiple of 16, not 8"):
+        Engine(server, pages=40, page_size=16, snapshot_stride=8)
