@@ -1,1 +1,1 @@
-"""Tools for checkpoints: make-tiny, inspect, compare, convert."""
+"""Tools for checkpoints: make-tiny, inspect, compare, convert, quantize, dequantize."""

@@ -1,4 +1,4 @@
-"""`weights-tools`: make-tiny, inspect, compare, convert."""
+"""`weights-tools`: make-tiny, inspect, compare, convert, quantize, dequantize."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_tiny(
     layers: Annotated[int | None, typer.Option(help="number of layers")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="tie the head to the embedding")] = False,
     vision: Annotated[bool, typer.Option("--vision", help="as the text part of a vision-language checkpoint")] = False,
-    form: Annotated[str, typer.Option(help="bf16, or fp8: matrices as codes and scales")] = "bf16",
+    form: Annotated[str, typer.Option(help="bf16, or with codes and scales where the family has them: fp8, mxfp4")] = "bf16",
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
 ) -> None:
     """Write a small random checkpoint in published format: config, sharded BF16 safetensors, tokenizer."""
@@ -75,6 +75,31 @@ def convert(
     from weights_tools.convert import convert as convert_to
 
     convert_to(path, out, to)
+    typer.echo(printable(f"wrote {out}"))
+
+
+@command()
+def quantize(
+    path: Annotated[str, typer.Argument(help="folder of a BF16 checkpoint")],
+    out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
+    form: Annotated[str, typer.Option(help="fp8, or mxfp4 where the family has it")] = "fp8",
+) -> None:
+    """Write matrices as codes with scales, in the published form of the family: FP8 blocks, or experts in MXFP4."""
+    from weights_tools.quantize import quantize as quantize_to
+
+    quantize_to(path, out, form)
+    typer.echo(printable(f"wrote {out}"))
+
+
+@command()
+def dequantize(
+    path: Annotated[str, typer.Argument(help="folder of a checkpoint with codes and scales")],
+    out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
+) -> None:
+    """Write codes and scales as the BF16 values that they stand for."""
+    from weights_tools.quantize import dequantize as dequantize_to
+
+    dequantize_to(path, out)
     typer.echo(printable(f"wrote {out}"))
 
 

@@ -108,6 +108,7 @@ def _uses(table: WeightTable | None, own: bool) -> dict[str, str]:
         piece.published: entry.ours
         + ("" if piece.expert is None else f"[{piece.expert}]")
         + (f" from row {piece.start}" if piece.start else "")
+        + (f", codes of {list(entry.codec.values(piece.shape))}" if entry.codec is not None and entry.beside else "")
         for entry in table.entries
         for layout in entry.layouts
         for piece in layout
@@ -131,7 +132,7 @@ def _hash(source: Checkpoint, table: WeightTable, own: bool) -> str:
     for entry, piece in table.pieces():
         name = table.canonical(piece.published)
         tensor = piece.of(parameter(entry.ours)) if own else finite(stored[places[name]])
-        tensor = tensor.to(entry.stored(tensor.dtype))
+        tensor = entry.taken(name, tensor).to(entry.stored(tensor.dtype))
         checksum = int(checksums(tensor.reshape(1, tensor.shape[0], -1)))
         parts.append((name, str(tensor.dtype), tuple(tensor.shape), checksum))
     return content_hash(parts)

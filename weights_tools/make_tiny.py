@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weights_tools.forms import in_form
 from zoo.common.files import check_space, fresh_folder
 from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
-from zoo.common.quantisation import in_codes, write_quantisation
 from zoo.common.registry import architectures, find
 from zoo.common.shards import write_shards
 
@@ -30,9 +30,6 @@ _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-FORMS = ("bf16", "fp8")
 
 
 def make_tiny(
@@ -64,10 +61,7 @@ def make_tiny(
         if "layer_types" in fields:  # every fourth, and the last
             full = [i % 4 == 3 or i == layers - 1 for i in range(layers)]
             fields["layer_types"] = ["full_attention" if f else "linear_attention" for f in full]
-    if form not in FORMS:
-        raise ValueError(f"--form {form!r} must be {' or '.join(FORMS)}")
-    if form == "fp8":
-        fields |= write_quantisation(in_codes(family.config.from_hf(fields)))
+    fields = in_form(family, fields, form)
     vocabulary = fields["vocab_size"]
     if vision:
         if family.with_vision is None:

@@ -102,6 +102,10 @@ class BlockScaled:
     alike: tuple[torch.dtype, ...] = ()
     power_of_two: bool = False
 
+    def packed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the codes of values of `shape`."""
+        return shape
+
     def scales(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of codes of `shape`; blocks at the ends may be smaller."""
         *outer, rows, columns = shape

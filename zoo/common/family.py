@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zoo.common.recipe import Draw, usual_recipe
@@ -55,6 +55,8 @@ class Family:
     sglang          whether the plugin serves it
     with_vision     config.json of a text model -> that of the vision-language model around it; None: there is none
     unused_tensors  config.json -> shapes of tensors that a tiny checkpoint has beside those of the text model
+    forms           config.json of a BF16 checkpoint -> that of one in codes, by the name of the form: "mxfp4", and "fp8" where the
+                    families' usual form is not this one's
     """
 
     config: Any
@@ -70,6 +72,7 @@ class Family:
     sglang: bool = False
     with_vision: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     unused_tensors: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]] = _none
+    forms: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rl.family = self
