@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,25 @@ def test_sharded_masters_train_as_whole_ones(arch: str, policy: MixedPrecisionPo
     assert not any(held.kept or held._tensor is not None for held in model._held.values())
     with pytest.raises(LawBroken):
         assert_same_bytes(trained(made(arch), score, 3)[1], expected[1])
+
+
+@pytest.mark.parametrize("policy", [ROUNDS, MixedPrecisionPolicy()], ids=["rounds", "no policy"])
+def test_a_tied_head_shards_with_its_embedding(policy: MixedPrecisionPolicy, one_rank: Any) -> None:
+    family, named = find("qwen3")
+    config = replace(named.sizes["tiny"].first_layers(1), tied=True)
+    model, whole = (family.rl.from_config(config, seed=3, device="cpu", master_dtype=torch.float32) for _ in range(2))
+    sharded(model, one_rank, policy)
+    if policy is ROUNDS:  # FSDP2 adds the two gradients as it gathered the weight, in BF16; whole masters add them in FP32
+        score(model).backward()
+        score(whole).backward()
+        found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, whole))
+        tied = [grads.pop("model.embed.weight") for grads in (found, expected)]
+        assert_same_bytes({name: gradient.full_tensor() for name, gradient in found.items()}, expected)
+        summed = tied[0].full_tensor()
+        assert torch.equal(summed, summed.bfloat16().float()) and not torch.equal(summed, tied[1])
+        assert torch.allclose(summed, tied[1], rtol=2**-7, atol=1e-6)
+    else:
+        assert_same_bytes(trained(model, score), trained(whole, score))
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if wide(made(arch))])

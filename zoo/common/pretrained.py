@@ -356,9 +356,14 @@ class Pretrained(nn.Module):
         held = {} if sharded else self._held
 
         def read(name: str) -> Tensor:
-            if masters and entries[name].is_master:
+            entry = entries[name]
+            if masters and entry.is_master:
                 return whole(parameters[name])
-            return held[name].published(parameters[name]) if name in held else entries[name].publish(whole(parameters[name]))
+            if name in held:
+                return held[name].published(parameters[name])
+            if entry.rounds:  # each process its own share, so that half the bytes are gathered
+                return whole(entry.publish(parameters[name].detach()))
+            return entry.publish(whole(parameters[name]))
 
         return Recent(read) if sharded else read
 

@@ -175,6 +175,11 @@ class Entry:
         return isinstance(self.codec, Rounded | BlockScaled) and self.codec.held != self.codec.stored
 
     @property
+    def rounds(self) -> bool:
+        """Whether what is stored of the parameter is each of its numbers rounded by itself."""
+        return isinstance(self.codec, Rounded)
+
+    @property
     def widens(self) -> bool:
         """Whether a checkpoint may have it narrower."""
         return self.held(torch.float64) is torch.float32
