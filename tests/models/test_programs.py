@@ -51,7 +51,7 @@ def test_fingerprints_tell_the_head_apart() -> None:
         ("transformers", "cpu", torch.bfloat16, "'transformers' is float32 on cpu, not torch.bfloat16 on cpu: give dtype=torch.float32"),
         ("aligned", "cpu", torch.float32, "'aligned' is bfloat16 on cpu or cuda, not torch.float32 on cpu: give dtype=torch.bfloat16"),
         ("unaligned", "cpu", torch.bfloat16, "'unaligned' is bfloat16 on cuda, not torch.bfloat16 on cpu: it is the rival"),
-        ("mxfp4", "cpu", torch.bfloat16, "unknown program 'mxfp4'; there are aligned, transformers, unaligned, fp32_head"),
+        ("marlin", "cpu", torch.bfloat16, "unknown program 'marlin'; there are aligned, transformers, unaligned, .*fp32_head"),
     ],
 )
 def test_what_a_program_does_not_have_is_refused(name: str, device: str, dtype: torch.dtype, message: str) -> None:
