@@ -23,6 +23,18 @@ from zoo.verify.subject import Settings, Subject, build, config_of, settings_for
 from zoo.verify.tally import Tally, emptiness, k3_of, shared_pattern
 
 ROOT = Path(__file__).parents[2]
+FIELDS = {
+    "arch",
+    "device",
+    "about",
+    "values_compared",
+    "bytes_compared",
+    "bytes_differing",
+    "fingerprint",
+    "rungs",
+    "not_run",
+    "first_divergence",
+}
 SMALL = Settings((1, 65, 130), tail=70, page_sizes=(16,), steps=1, requests=6, drawn=6)
 
 
@@ -41,7 +53,7 @@ def test_all_five_rungs(arch: str) -> None:
     assert all(row.compared > 0 and row.differing == 0 and row.k3 in (None, 0.0) for row in result.rows)
     assert result.first_divergence is None and not result.heat
     assert {line["rung"] for line in result.not_run} == {3, 5}
-    assert set(result.to_dict()) == {"arch", "device", "fingerprint", "rungs", "not_run", "first_divergence"}
+    assert set(result.to_dict()) == FIELDS
     assert set(result.fingerprint) == {"program", "weights", "toolchain", "realisation"}
 
 
@@ -100,7 +112,7 @@ def test_a_run_that_is_killed_leaves_what_it_proved(tmp_path: Path) -> None:
     assert first.startswith("equal  1 training forward, twice (") and first.rstrip().endswith(" s)"), first
     assert second.startswith("equal  1 every parameter's gradient, twice (")
     fields = json.loads(out.read_text())
-    assert set(fields) == {"arch", "device", "fingerprint", "rungs", "not_run", "first_divergence"}
+    assert set(fields) == FIELDS
     assert fields["rungs"][0]["what"] == "training forward, twice" and fields["rungs"][0]["ok"]
     assert [line["rung"] for line in fields["not_run"]][-2:] == [2, 3]
     assert all(line["reason"] == "the run has not come to its end" for line in fields["not_run"])
