@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -82,13 +83,15 @@ def test_a_step_takes_the_rounding_with_it(kind: str, how: str, monkeypatch: pyt
 def test_fp32_gradients_and_memory() -> None:
     """Beside BF16 parameters masters take 4 bytes more a parameter, their gradients 2 more."""
     used = {}
+    (-score(made()).mean()).backward()  # what libraries keep once they were used
     for dtype in (None, torch.float32):
+        gc.collect()
         torch.cuda.synchronize()
         begin = torch.cuda.memory_allocated()
         model = made(dtype)
         (-score(model).mean()).backward()
         assert all(p.grad.dtype == (dtype or torch.bfloat16) for p in model.parameters())
+        used[dtype] = torch.cuda.memory_allocated() - begin
         count = sum(p.numel() for p in model.parameters())
-        used[dtype] = (torch.cuda.memory_allocated() - begin) / count
         del model
-    assert 5 < used[torch.float32] - used[None] < 7
+    assert 5.5 < (used[torch.float32] - used[None]) / count < 6.5
