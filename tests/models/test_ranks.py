@@ -119,13 +119,16 @@ def test_a_wrong_cut_is_caught(arch: str, checkpoints: dict[str, Path], monkeypa
             check(model.table_of(), whole, layout, ranks)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tensor_parallel_ranks_fill_a_model_of_the_local_sizes(arch: str, checkpoints: dict[str, Path]) -> None:
-    """Which has the shapes that the table gives."""
+def test_a_rank_fills_a_model_of_the_local_sizes(arch: str, layout: Layout, checkpoints: dict[str, Path]) -> None:
+    """Which has the shapes that the table gives: a router of all experts, and the rank's own experts."""
     model = zoo.load(checkpoints[arch], device="cpu")
+    local_config = model.config.local(layout)
+    assert local_config.whole is model.config and local_config.local(Layout()).whole is model.config
     with torch.device("meta"):
-        local = model.family.model(model.config.local(Layout(tp=2)), model.program)
-    mine = load_rank(model.family, checkpoints[arch], Layout(tp=2), {"tp": 1})
+        local = model.family.model(local_config, model.program)
+    mine = load_rank(model.family, checkpoints[arch], layout, ranks_of(layout)[-1])
     local.load_state_dict({name.removeprefix("model."): tensor for name, tensor in mine.items()}, assign=True, strict=True)
     assert not any(parameter.is_meta for parameter in local.parameters())
 
@@ -178,7 +181,7 @@ def test_no_other_rank_s_bytes_are_read(arch: str, checkpoints: dict[str, Path],
     assert sum(taken) == expected
     with counted(monkeypatch) as everything:
         load_rank(family, checkpoints[arch], Layout(), {})
-    assert sum(everything) > 1.5 * sum(taken), "control: a whole model is seen to read more"
+    assert sum(everything) > 1.25 * sum(taken), "control: a whole model is seen to read more"
     assert len(mine) == len(table.parameters)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self, get_type_hints
 
 from zoo.common.config import IGNORED, MISSING, FieldReader, check_tokens
-from zoo.common.layout import Layout
+from zoo.common.layout import WHOLE, Layout
 from zoo.common.quantisation import Quantisation
 
 Reader = Callable[[FieldReader, str], Any]
@@ -178,7 +178,23 @@ class Geometry(metaclass=_UseCache):
             for name, one in published_fields(type(self)).items()
             if one.divided is not None
         }
-        return replace(self, **shares, eos=(), published={})  # type: ignore[type-var]  # every subclass is a dataclass
+        mine = replace(self, **shares, eos=(), published={})  # type: ignore[type-var]  # every subclass is a dataclass
+        # no fields of the dataclass: no fingerprint and no comparison has them
+        object.__setattr__(mine, "_whole", self.whole)
+        object.__setattr__(mine, "_layout", layout)
+        return mine
+
+    @property
+    def whole(self) -> Self:
+        """The geometry of which this is one rank's part, else itself: for what each rank has whole, as a router of all experts."""
+        found: Self = vars(self).get("_whole", self)
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of which this is one rank's part."""
+        found: Layout = vars(self).get("_layout", WHOLE)
+        return found
 
 
 def published_fields(config_class: type[Geometry]) -> dict[str, Published]:

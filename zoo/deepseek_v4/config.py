@@ -299,6 +299,11 @@ class DeepseekV4Config(Geometry):
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def shared_intermediate(self) -> int:
+        """Width of the shared expert: a routed one's, but divided among the ranks that share matrices."""
+        return self.layout.share("moe_intermediate_size", self.expert_intermediate, "tp")
+
+    @property
     def model_type(self) -> str:
         return "deepseek_v4"
 

@@ -206,7 +206,7 @@ class SoftplusRoute(nn.Module):
 
     def __init__(self, c: DeepseekV4Config, program: Program) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(c.experts, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(c.whole.experts, dtype=torch.float32))
         self.top_k = c.experts_per_token
         self.scale = c.route_scale
         self.program = program
@@ -221,7 +221,7 @@ class HashRoute(nn.Module):
 
     def __init__(self, c: DeepseekV4Config, program: Program) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.empty(c.vocabulary, c.experts_per_token, dtype=torch.int64), requires_grad=False)
+        self.table = nn.Parameter(torch.empty(c.whole.vocabulary, c.experts_per_token, dtype=torch.int64), requires_grad=False)
         self.scale = c.route_scale
         self.program = program
 
@@ -235,10 +235,10 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, c: DeepseekV4Config, hashed: bool, program: Program) -> None:
         super().__init__()
-        self.router = logits(c.hidden, c.experts, program)
+        self.router = logits(c.hidden, c.whole.experts, program)
         self.route = HashRoute(c, program) if hashed else SoftplusRoute(c, program)
         self.experts = Experts(c.experts, c.hidden, c.expert_intermediate, program, c.limit)
-        self.shared = GatedMLP(c.hidden, c.expert_intermediate, program, c.limit)
+        self.shared = GatedMLP(c.hidden, c.shared_intermediate, program, c.limit)
 
     def forward(self, x_RD: Tensor, ids_R: Tensor) -> Tensor:
         weights_RK, experts_RK = self.route(self.router(x_RD), ids_R)

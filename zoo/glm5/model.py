@@ -160,13 +160,15 @@ class BiasedRoute(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The top K of X experts by biased scores, and a shared expert, the last leaf of the sum."""
+    """The top K of X experts by biased scores, `held` of them this rank's, and a shared expert, the last leaf of the sum."""
 
-    def __init__(self, hidden: int, experts: int, choice: Choice, intermediate: int, shared_intermediate: int, program: Program) -> None:
+    def __init__(
+        self, hidden: int, experts: int, held: int, choice: Choice, intermediate: int, shared_intermediate: int, program: Program
+    ) -> None:
         super().__init__()
         self.router = logits(hidden, experts, program)
         self.route = BiasedRoute(experts, choice, program)
-        self.experts = Experts(experts, hidden, intermediate, program)
+        self.experts = Experts(held, hidden, intermediate, program)
         self.shared = GatedMLP(hidden, shared_intermediate, program)
 
     def forward(self, x_RD: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ def _layer(c: GLMConfig, program: Program, full: bool, sparse: bool) -> DecoderL
     attention = LatentAttention(c.hidden, c.heads, c.query_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.value_dim, indexer, program)
     mlp: MixtureOfExperts | GatedMLP
     if sparse:
-        mlp = MixtureOfExperts(c.hidden, c.experts, c.choice, c.expert_intermediate, c.shared_intermediate, program)
+        mlp = MixtureOfExperts(c.hidden, c.whole.experts, c.experts, c.choice, c.expert_intermediate, c.shared_intermediate, program)
     else:
         mlp = GatedMLP(c.hidden, c.intermediate, program)
     return DecoderLayer(c.hidden, c.eps, attention, mlp, program)

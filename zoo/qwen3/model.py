@@ -40,12 +40,12 @@ class Attention(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The top K of X experts, weighted by their renormalised probabilities."""
+    """The top K of X experts, weighted by their renormalised probabilities. `held` of the X are this rank's."""
 
-    def __init__(self, hidden: int, experts: int, top_k: int, intermediate: int, renormalise: bool, program: Program) -> None:
+    def __init__(self, hidden: int, experts: int, held: int, top_k: int, intermediate: int, renormalise: bool, program: Program) -> None:
         super().__init__()
         self.router = logits(hidden, experts, program)
-        self.experts = Experts(experts, hidden, intermediate, program)
+        self.experts = Experts(held, hidden, intermediate, program)
         self.top_k = top_k
         self.renormalise = renormalise
         self.program = program
@@ -75,7 +75,7 @@ def _layer(c: Qwen3Config, program: Program) -> DecoderLayer:
     attention = Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, c.eps, program)
     mlp: MixtureOfExperts | GatedMLP
     if c.experts:
-        mlp = MixtureOfExperts(c.hidden, c.experts, c.experts_per_token, c.expert_intermediate, c.renormalise, program)
+        mlp = MixtureOfExperts(c.hidden, c.whole.experts, c.experts, c.experts_per_token, c.expert_intermediate, c.renormalise, program)
     else:
         mlp = GatedMLP(c.hidden, c.intermediate, program)
     return DecoderLayer(c.hidden, c.eps, attention, mlp, program)

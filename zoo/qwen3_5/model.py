@@ -108,12 +108,14 @@ class GatedDeltaNet(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The top K of X experts, and a shared expert with a gate of its own, the last leaf of the sum."""
+    """The top K of X experts, `held` of them this rank's, and a shared expert with a gate of its own, the last leaf of the sum."""
 
-    def __init__(self, hidden: int, experts: int, top_k: int, intermediate: int, shared_intermediate: int, program: Program) -> None:
+    def __init__(
+        self, hidden: int, experts: int, held: int, top_k: int, intermediate: int, shared_intermediate: int, program: Program
+    ) -> None:
         super().__init__()
         self.router = logits(hidden, experts, program)
-        self.experts = Experts(experts, hidden, intermediate, program)
+        self.experts = Experts(held, hidden, intermediate, program)
         self.shared = GatedMLP(hidden, shared_intermediate, program)
         self.shared_gate = logits(hidden, 1, program)
         self.top_k = top_k
@@ -151,7 +153,9 @@ def _layer(c: Qwen35Config, program: Program, full: bool) -> DecoderLayer:
         mixer = GatedDeltaNet(c.hidden, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.eps, program)
     mlp: MixtureOfExperts | GatedMLP
     if c.experts:
-        mlp = MixtureOfExperts(c.hidden, c.experts, c.experts_per_token, c.expert_intermediate, c.shared_intermediate, program)
+        mlp = MixtureOfExperts(
+            c.hidden, c.whole.experts, c.experts, c.experts_per_token, c.expert_intermediate, c.shared_intermediate, program
+        )
     else:
         mlp = GatedMLP(c.hidden, c.intermediate, program)
     return DecoderLayer(c.hidden, c.eps, mixer, mlp, program)
