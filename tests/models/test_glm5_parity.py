@@ -30,6 +30,7 @@ from benchmarks.models_float64 import Float64Model, float64_of, next_log_prob
 from weights_tools.make_tiny import make_tiny
 from zoo.common import ops
 from zoo.common.ops.contract import Contract
+from zoo.common.program import CODED_INDEX, PROGRAMS
 from zoo.common.shards import read_shard
 from zoo.glm5 import SIZES, GLMConfig, GLMForRL, GLMForServing
 from zoo.glm5.config import PUBLISHED_TINY
@@ -166,6 +167,48 @@ class TestParity:
                 zoo.load(path, **FP32)(ids, cu_seqlens=whole(ids))
             assert len(found) == len(wanted) == 2
             assert all(torch.equal(a, b) for a, b in zip(found, wanted)) == equal
+
+    @torch.no_grad()
+    def test_a_selector_of_codes_chooses_the_same_where_the_gap_allows(
+        self, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tokens that only one of the two takes have scores nearer to each other than three bits of mantissa tell apart."""
+        name = "transformers, coded index"
+        monkeypatch.setitem(PROGRAMS, name, PROGRAMS["transformers"].derived(instead=CODED_INDEX))  # type: ignore[arg-type]
+        ids, reference = tokens(), theirs(checkpoint("5.2"), torch.float32)
+        chosen: list[Tensor] = []
+        first = reference.model.layers[0].self_attn.indexer
+        first.register_forward_hook(lambda module, inputs, output: chosen.append(output[0].long()))
+        reference(ids[None])
+        shares = []
+        for path, near in ((checkpoint("5.2"), True), (checkpoint("5.2", 1), False)):
+            calls: list[tuple[dict[str, Any], Tensor]] = []
+            keys: list[Tensor] = []
+
+            def observe(contract: Contract, arguments: dict[str, Any], result: Any, calls: Any = calls, keys: Any = keys) -> None:
+                if contract.name == "fp8_quantise":
+                    keys.append(arguments["args"][0])
+                if contract.name == "fp8_select":
+                    calls.append((arguments, result))
+
+            with ops.watch(observe):
+                zoo.load(path, **{**FP32, "program": name})(ids, cu_seqlens=whole(ids))
+            arguments, found = calls[0]
+            q, gates = (t.double() for t in arguments["args"][:2])
+            dots = torch.einsum("rhe,te->rht", q, keys[0].double())
+            scores = (dots.clamp(min=0) * gates[:, :, None]).sum(1)
+            bound = (q.abs() @ keys[0].double().abs().T * gates.abs()[:, :, None]).sum(1) * 2.0**-3  # of both codes
+            agreed = total = 0
+            for row in range(16, len(ids)):
+                ours = set(found[row].tolist())
+                wanted = set(chosen[0][row].tolist())
+                agreed += len(ours & wanted)
+                total += len(ours)
+                for mine in ours - wanted if near else ():
+                    for other in wanted - ours:
+                        assert float((scores[row, mine] - scores[row, other]).abs()) <= float(bound[row, mine] + bound[row, other])
+            shares.append(agreed / total)
+        assert shares[0] > 0.9 > 0.6 > shares[1], shares
 
 
 class Run:
