@@ -272,6 +272,12 @@ DECISIONS = (
         "rows (BF16 11.0 and 174)",
     ),
     Decision(
+        "FP8 selector: byte class of its scores",
+        "DeepGEMM's own order, for prefill and decode alike",
+        "its packed kernel gave a row of 256 the same bytes at 1 to 65 rows, and its paged kernel the same again at 1 to 64 "
+        "sequences with pages in any order, at 32 and 64 heads and 4096 keys",
+    ),
+    Decision(
         "segments of a selected list in sparse attention",
         "none: one pass over the list",
         "one FlashMLA launch over 2048 selected rows takes 62 us at 1 query and 65 to 69 us at 64, so a split has little left to win",

@@ -84,7 +84,7 @@ CONTRACT = Contract(
     backward="none: integers have no gradient, and a published indexer is not trained",
     launch="training scores packed rows by DeepGEMM's packed kernel, a decode step by its paged one where pages of 64 tokens keep a page's "
     "codes before its scales; other pages are packed first. Rows are scored in blocks, so no [R, R] scores are held. Triton scores the "
-    "shapes that DeepGEMM has no kernel for",
+    "shapes that DeepGEMM has no kernel for: where both could run their bytes differ, so each shape has one of them",
     providers=(
         Provider("reference", "reference", "cpu", _reference, defining=True),
         Provider("deepgemm", "deepgemm_scores", "cuda", _deepgemm, needs=("deep_gemm",), serves=scored_by_deepgemm, defining=True),
