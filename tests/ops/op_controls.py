@@ -431,6 +431,16 @@ def scales_of_the_first_block(x: Tensor, codes: Tensor, scales: Tensor, rule: Sc
     return ops.fp8_linear(x, codes, scales[:1].expand_as(scales).contiguous(), rule, **named)
 
 
+def first_block_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, scales: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Fusion: gate and up take the scales of an expert's first rows."""
+    return ops.fp8_experts(x, chosen, gate_up, scales[:, :1].expand_as(scales).contiguous(), *others, **named)
+
+
+def first_local_experts(x: Tensor, chosen: Tensor, gate_up: Tensor, scales: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Shard: every expert takes the scales of the first that this rank holds."""
+    return ops.fp8_experts(x, chosen, gate_up, scales[:1].expand_as(scales).contiguous(), *others, **named)
+
+
 def odd_columns_first(x: Tensor, chosen: Tensor, gate_up: Tensor, *others: Any, **named: Any) -> Tensor:
     """Fusion: the high half of a byte is taken for the even column."""
     both = gate_up.view(torch.uint8)
@@ -454,6 +464,9 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("tail_rope", "fusion"): [{"tail_rope": contracted_tail}],
     ("packed_experts", "fusion"): [{"packed_experts": odd_columns_first}],
     ("packed_experts", "row"): [{"packed_experts": plain_packed_experts}, {"packed_experts": batch_scaled(ops.packed_experts)}],
+    ("fp8_experts", "row"): [{"fp8_experts": batch_scaled(ops.fp8_experts)}],
+    ("fp8_experts", "fusion"): [{"fp8_experts": first_block_experts}],
+    ("fp8_experts", "shard"): [{"fp8_experts": first_local_experts}],
     ("fp8_quantise", "row"): [{"fp8_quantise": quantised_by_batch}],
     ("fp8_linear", "column"): [{"fp8_linear": scales_of_the_first_block}],
     ("attention", "row"): [{"attention": tiled_attention(by_row_count)}],

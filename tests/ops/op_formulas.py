@@ -25,6 +25,7 @@ from zoo.common.ops.compressed_attention import reference as compressed_attentio
 from zoo.common.ops.embed import reference as embed_reference
 from zoo.common.ops.experts import reference as experts_reference
 from zoo.common.ops.fp8_linear import reference as fp8_linear_reference
+from zoo.common.ops.fp8_quantise import reference as fp8_quantise_reference
 from zoo.common.ops.hash_route import reference as hash_route_reference
 from zoo.common.ops.head_linear import reference as head_linear_reference
 from zoo.common.ops.hyper_head import reference as hyper_head_reference
@@ -125,6 +126,24 @@ def _log_prob(hidden: Tensor, weight: Tensor, targets: Tensor, *, program: Progr
     return TokenScores(torch.clamp(logits.gather(1, targets[:, None])[:, 0] - lse, max=0.0), lse, lse - mean)
 
 
+def _fp8_experts(x: Tensor, chosen: Tensor, *weights: Any, program: Program, limit: float | None = None) -> Tensor:
+    """The quantisers as autograd would take them if their slope were 1."""
+    gate_up, gate_up_scales, down, down_scales, rule = weights
+
+    def product(rows: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        found = fp8_quantise_reference.fp8_quantise(rows.detach(), rule.floor, rule.power_of_two)
+        values = fp8_linear_reference.fp8_linear(*found, codes, scales, rows.dtype)
+        smooth = rows @ fp8_linear_reference.dequantised(codes, scales, rows.dtype).T
+        return smooth + (values - smooth).detach()
+
+    out = x.new_zeros(*chosen.shape, x.shape[1])
+    for e in chosen.unique().tolist():
+        row, slot = (chosen == e).nonzero(as_tuple=True)
+        hidden = swiglu_reference.swiglu(product(x[row], gate_up[e], gate_up_scales[e]), limit)
+        out = out.index_put((row, slot), product(hidden, down[e], down_scales[e]))
+    return out
+
+
 def _compress(rows_RC: Tensor, ape: Tensor, history: WholeWindows, rows: Rows, width: int, *, program: Program) -> Tensor:
     window = Window(ape.shape[0], ape.shape[1] > width)
     return compress_reference.compress(rows_RC, ape, history, rows, window, program.torch_dtype)
@@ -149,6 +168,7 @@ REFERENCES: dict[str, Op] = {
     "linear": _linear,
     # straight through the quantiser of x
     "fp8_linear": lambda x, codes, scales, rule, *, program: x @ fp8_linear_reference.dequantised(codes, scales, x.dtype).T,
+    "fp8_experts": _fp8_experts,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "norm_rope": _norm_rope,

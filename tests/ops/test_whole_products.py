@@ -23,6 +23,7 @@ MULTIPLY = (
     "attention",
     "compressed_attention",
     "experts",
+    "fp8_experts",
     "fp8_linear",
     "gated_delta",
     "head_linear",

@@ -105,7 +105,7 @@ def products_of(module: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
             found.add(("linear", (*shape, part.k_parts)) if part.rule is None else ("fp8_linear", shape))
         elif isinstance(part, layers.Experts):
             count, hidden, intermediate = part.down.shape
-            found.add(("experts", (count, hidden, intermediate)))
+            found.add(("experts" if part.rule is None else "fp8_experts", (count, hidden, intermediate)))
         elif isinstance(part, layers.PackedExperts):
             count, hidden, bytes_a_row = part.down.shape
             found.add(("packed_experts", (count, hidden, 2 * bytes_a_row)))

@@ -91,23 +91,47 @@ class GatedMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]. `limit`: see ops.swiglu."""
+    """gate_up [X, 2F, D] (gate rows first) and down [X, D, F]. `limit`: see ops.swiglu.
+
+    Where they are FP8 codes, gate_up_scale_inv and down_scale_inv have a scale for each block, and `rule` is that of the rows' scales.
+    """
+
+    gate_up_scale_inv: nn.Parameter
+    down_scale_inv: nn.Parameter
 
     def __init__(self, count: int, hidden: int, intermediate: int, program: Program, limit: float | None = None) -> None:
         super().__init__()
         self.limit = limit
         self.gate_up = nn.Parameter(torch.empty(count, 2 * intermediate, hidden, dtype=program.torch_dtype))
         self.down = nn.Parameter(torch.empty(count, hidden, intermediate, dtype=program.torch_dtype))
+        self.rule: ops.ScaleRule | None = None
         self.program = program
 
     def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
-        """ValueError: the product of many experts in FP8 codes is not built yet."""
-        raise ValueError("experts in FP8 codes are not computed with yet: dtype=torch.bfloat16 rounds their values once at load")
+        """From now on a weight is codes with scales beside them; both of them must be. `rule`: of the scales of rows."""
+        _hold_codes(self, name, codec)
+        self.rule = rule
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
-        weights = (computed(self, "gate_up"), computed(self, "down"))
-        slots_RKD = ops.experts(x_RD, experts_RK, *weights, program=self.program, limit=self.limit)
+        slots_RKD = self._slots(x_RD, experts_RK)
         return ops.combine(slots_RKD, weights_RK, experts_RK, self.gate_up.shape[0], program=self.program, shared_RD=shared_RD)
+
+    def _slots(self, x_RD: Tensor, experts_RK: Tensor) -> Tensor:
+        """A slot row for every choice."""
+        if self.rule is None:
+            weights = (computed(self, "gate_up"), computed(self, "down"))
+            return ops.experts(x_RD, experts_RK, *weights, program=self.program, limit=self.limit)
+        return ops.fp8_experts(
+            x_RD,
+            experts_RK,
+            self.gate_up,
+            self.gate_up_scale_inv,
+            self.down,
+            self.down_scale_inv,
+            self.rule,
+            program=self.program,
+            limit=self.limit,
+        )
 
 
 class PackedExperts(nn.Module):

@@ -77,6 +77,7 @@ _ALIGNED = Specification(
             "gated_delta": "chunk_replay",
             "fp8_quantise": "nearest",
             "fp8_linear": "deepgemm_fp8",
+            "fp8_experts": "deepgemm_fp8",
             "layer_norm": "pair_tree",
             "head_linear": "fixed_k",
             "biased_route": "fp32",

@@ -34,7 +34,7 @@ _FIXED = {
     "scale_fmt": (None, True),
     "dequantize": (False, True),
 }
-CODE_OPS = ("fp8_quantise", "fp8_linear")  # that a model with codes calls besides its family's
+CODE_OPS = ("fp8_quantise", "fp8_linear", "fp8_experts")  # that a model with codes calls besides its family's
 _KEPT = ("modules_to_not_convert", "ignored_layers")
 
 

@@ -11,6 +11,7 @@ from zoo.common.ops.contract import CONTRACTS, Contract, Provider, watch
 from zoo.common.ops.delta_gate import delta_gate
 from zoo.common.ops.embed import embed
 from zoo.common.ops.experts import experts
+from zoo.common.ops.fp8_experts import fp8_experts
 from zoo.common.ops.fp8_linear import fp8_linear
 from zoo.common.ops.fp8_quantise import FP32_SCALES, POWERS_OF_TWO, Codes, ScaleRule, fp8_quantise
 from zoo.common.ops.fp8_select import fp8_select
@@ -64,6 +65,7 @@ __all__ = [
     "embed",
     "every_log_prob",
     "experts",
+    "fp8_experts",
     "fp8_linear",
     "fp8_quantise",
     "fp8_select",
