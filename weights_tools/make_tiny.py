@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weights_tools.forms import in_form
+from weights_tools.forms import PLAIN, in_form
 from zoo.common.files import check_space, fresh_folder
 from zoo.common.hashing import key64, normal_
 from zoo.common.pretrained import draw_piece
@@ -61,6 +61,8 @@ def make_tiny(
         if "layer_types" in fields:  # every fourth, and the last
             full = [i % 4 == 3 or i == layers - 1 for i in range(layers)]
             fields["layer_types"] = ["full_attention" if f else "linear_attention" for f in full]
+    if form != PLAIN:
+        fields.update(architecture.tiny_codes)
     fields = in_form(family, fields, form)
     vocabulary = fields["vocab_size"]
     if vision:

@@ -21,7 +21,7 @@ from zoo.common.registry import model_class
 from zoo.common.rollouts import SamplingParams
 from zoo.testing import as_integers
 
-ARCHITECTURES = ("qwen3",)
+ARCHITECTURES = ("qwen3", "qwen3_moe")
 IDS = torch.arange(3, 143)
 STARTS = torch.tensor([0, 75, 140])
 

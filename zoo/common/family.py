@@ -29,6 +29,7 @@ class Architecture:
     usual_size       what a benchmark takes where none is asked for: one that a single GPU holds
     qualified_sizes  whose shapes `zoo qualify` tries by default
     tiny             a published config.json at tiny sizes, for `weights_tools make-tiny`
+    tiny_codes       what is different in it where matrices are codes, whose blocks want wider ones
     """
 
     name: str
@@ -37,6 +38,7 @@ class Architecture:
     usual_size: str
     qualified_sizes: tuple[str, ...]
     tiny: Mapping[str, Any]
+    tiny_codes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -121,9 +121,11 @@ def geometry(
     family, named = find(arch)
     check_random(checkpoint, size, layers, revision)
     if checkpoint is None:
-        config = config_of(arch, "tiny" if size is None else size, layers)
+        name = "tiny" if size is None else size
+        config = config_of(arch, name, layers)
         if program is not None and specification(program).codes:
-            config = in_codes(config)
+            widths = named.tiny_codes if name == "tiny" else {}
+            config = in_codes(family.config.from_hf({**config.to_hf(), **widths}))
         return config, config.to_hf()
     fields = read_config(checkpoint, revision)
     if fields.get("model_type") not in named.model_types:
