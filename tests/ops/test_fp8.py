@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zoo.common import ops
+from zoo.common.codecs import Exponents
 from zoo.common.ops import FP32_SCALES, POWERS_OF_TWO, ScaleRule
 from zoo.common.ops.fp8_linear.reference import dequantised
 from zoo.common.ops.fp8_quantise.reference import dequantise, next_power_of_two
@@ -77,6 +78,51 @@ def test_powers_of_two_are_rounded_up() -> None:
     exact = torch.tensor([2.0**-20, 1.0, 4.0])
     assert torch.equal(next_power_of_two(exact), exact)
     assert next_power_of_two(torch.nextafter(exact, torch.full((3,), 100.0))).tolist() == [2.0**-19, 2.0, 8.0]
+
+
+def scale_of(largest: float) -> float:
+    """DeepSeek-V4's rule, transcribed: the amax is at least 1e-4, its 448th part in FP32 is rounded up to a power of two."""
+    part = float(torch.tensor(max(largest, float(torch.tensor(1e-4)))) / 448)
+    mantissa, exponent = math.frexp(part)  # part = mantissa x 2^exponent, mantissa in [0.5, 1)
+    return 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_scales_of_two_at_every_edge(device: str) -> None:
+    """The largest value of a group at 448 times a power of two, a BF16 number below it and above it, and around the floor."""
+    edges = [448.0 * 2.0**e for e in range(-40, 60)] + [1e-4, 0.0, 2.0**-14, 2.0**-13]
+    at = torch.tensor(edges).bfloat16()
+    bits = at.view(torch.int16)
+    largest = torch.cat([at, (bits + 1).view(torch.bfloat16), (bits.clamp(min=1) - 1).view(torch.bfloat16)])
+    x = torch.zeros(len(largest), 128, dtype=torch.bfloat16)
+    x[:, 77] = -largest
+    codes, scales = (t.cpu() for t in ops.fp8_quantise(x.to(device), POWERS_OF_TWO, program=program_on(device)))
+    wanted = [scale_of(float(value)) for value in largest]
+    assert scales[:, 0].tolist() == wanted
+    assert codes[:, 77].float().tolist() == [nearest(-float(v) / s) for v, s in zip(largest, wanted, strict=True)]
+    above = largest.float() > 1e-4
+    assert bool((codes[above, 77].float().abs() > 220).all()) and float(scales[100, 0]) == 2.0**-22
+    # control: the rule without the power of two has other scales
+    assert ops.fp8_quantise(x.to(device), FP32_SCALES, program=program_on(device)).scales_RG.cpu()[:, 0].tolist() != wanted
+
+
+@pytest.mark.parametrize("device", devices())
+def test_weight_scales_that_are_exponents(device: str) -> None:
+    """Read from E8M0 bytes; with powers of two on both sides and few bits in the codes every sum is exact, whatever its order."""
+    draw = torch.Generator().manual_seed(5)
+    n, k = 136, 384
+    bytes_BG = torch.randint(124, 131, (2, 3), generator=draw).to(torch.uint8)
+    scales = Exponents(held=torch.float32).decode(bytes_BG.view(torch.float8_e8m0fnu))
+    assert scales.tolist() == [[2.0 ** (b - 127) for b in row] for row in bytes_BG.tolist()]
+    codes = torch.randint(-4, 5, (n, k), generator=draw).float().to(torch.float8_e4m3fn)
+    x = torch.randint(-3, 4, (17, k), generator=draw).bfloat16()
+    x[:, ::128] = 7.0  # every group's largest: its scale is 2^-6
+    spread = scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    exact = x.double() @ (codes.double() * spread).T
+    found = ops.fp8_linear(x.to(device), codes.to(device), scales.to(device), POWERS_OF_TWO, program=program_on(device)).cpu()
+    assert torch.equal(found, exact.float().bfloat16())
+    other = ops.fp8_linear(x.to(device), codes.to(device), scales.roll(1, 1).to(device), POWERS_OF_TWO, program=program_on(device)).cpu()
+    assert not torch.equal(other, found)
 
 
 def weight(n: int, k: int) -> tuple[Tensor, Tensor]:
