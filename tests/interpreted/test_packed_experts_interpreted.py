@@ -118,8 +118,10 @@ def test_row_law() -> None:
 
 # NumPy, about padding rows, which hold what the memory held before: they are computed with the others and read by nobody
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in:RuntimeWarning:triton.runtime.interpreter")
-@pytest.mark.parametrize("rows", [1, 6])
-def test_backward_is_the_reference(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "many"), [(1, 512), (6, 512), (6, 1)])
+def test_backward_is_the_reference(rows: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights dequantised inside the products, and before them where there are many rows."""
+    monkeypatch.setattr(kernels, "DEQUANTISE_ROWS", many)
     x, chosen, weights = made(rows)
     grad = torch.randn(rows, SLOTS, HIDDEN, generator=torch.Generator().manual_seed(1))
     got = kernels.packed_experts_backward(grad, x, chosen, *weights, 1.0)

@@ -156,7 +156,7 @@ def test_graph_replay_equals_eager(case: tuple[tuple[int, int, int, int], Weight
 
 
 @pytest.mark.parametrize("rows", [1, 50, 400])
-def test_gradient_of_x_against_float64(rows: int) -> None:
+def test_gradient_of_x_against_float64(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = 512
     inner = 192
     count = 16
@@ -172,4 +172,9 @@ def test_gradient_of_x_against_float64(rows: int) -> None:
 
     assert far(got) < 1e-2
     assert far(kernels.packed_experts_backward(grad.flip(1), x, chosen, *weights)) > 1e-1
+    assert_same_bytes(kernels.packed_experts_backward(grad, x, chosen, *weights), got)
+    monkeypatch.setattr(kernels, "DEQUANTISE_ROWS", 0)  # all weights before the products: the same order of additions
+    assert_same_bytes(kernels.packed_experts_backward(grad, x, chosen, *weights), got)
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "LOOKUP", not kernels.LOOKUP)
     assert_same_bytes(kernels.packed_experts_backward(grad, x, chosen, *weights), got)

@@ -75,7 +75,7 @@ CONTRACT = Contract(
     adds="K ascending in one FP32 accumulator, as linear does",
     laws=("row", "place", "fusion", "shard", "repeat"),
     backward="the experts contract's, of x alone; codes and scales are frozen",
-    launch="rows sorted by expert; weights are dequantised inside the product, for many rows in a launch of their own before it",
+    launch="rows sorted by expert; weights are dequantised inside the products, for many rows in a launch of their own before them",
     providers=(
         Provider("reference", "reference", "cpu", _reference, defining=True),
         Provider("deepgemm", "fixed_k", "cuda", _deepgemm, needs=("deep_gemm",), serves=_deepgemm_serves),

@@ -262,6 +262,96 @@ def _packed_product(
     return out
 
 
+@triton.jit(do_not_specialize=["tiles"])
+def _transposed_product_kernel(
+    a_ptr,
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    pair_ptr,
+    expert_ptr,
+    tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BY: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out = a W_e by tiles, W [X, K, N] in codes and scales; rows of out by position. Many rows: the weights are the right operand."""
+    TOGETHER: tl.constexpr = 8  # tiles that share a block of weight columns while it is in cache
+    columns = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (TOGETHER * columns)
+    height = tl.minimum(tiles - group * TOGETHER, TOGETHER)
+    tile = group * TOGETHER + (tl.program_id(0) % (TOGETHER * columns)) % height
+    first = (tl.program_id(0) % (TOGETHER * columns)) // height * BLOCK_N
+    expert = tl.load(expert_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+
+    position = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(pair_ptr + position)
+    live = pair >= 0
+    k = tl.arange(0, BLOCK_K)
+    a_at = a_ptr + source_row(position, tl.maximum(pair, 0), BY, SLOTS)[:, None] * K + k[None, :]
+    codes_at = codes_ptr + expert * (K * (N // 2))
+    scales_at = scales_ptr + expert * (K * (N // GROUP))
+    kind = a_ptr.dtype.element_ty
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_at, mask=live[:, None], other=0.0)
+        else:
+            a = tl.load(a_at, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
+        # not looked up: as a right operand those would keep shapes in shared memory that Triton 3.6 has no layout for
+        w = _weights(codes_at, scales_at, start + k, first, K, N, BLOCK_K, BLOCK_N, GROUP, False)
+        acc = tl.dot(a, w.to(kind), acc, input_precision="ieee")
+        a_at += BLOCK_K
+    n = first + tl.arange(0, BLOCK_N)
+    at = out_ptr + position.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+
+
+def _transposed_product(
+    a: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    layout: Layout,
+    by: tl.constexpr,
+    tile: Tile,
+) -> Tensor:
+    """a W_e, as `grouped_product` with the transposed weights; all weights dequantised before it where the rows are many."""
+    pairs = layout.place_RK.numel()
+    if pairs >= DEQUANTISE_ROWS * codes.shape[0]:
+        return grouped_product(a, dequantise(codes, scales, a.dtype), out, layout, layout.place_RK, by, POSITION, tile, transposed=True)
+    tiles = layout.expert_B.numel()
+    n = out.shape[-1]
+    _transposed_product_kernel[(tiles * triton.cdiv(n, tile.columns),)](
+        a,
+        codes.contiguous().view(torch.uint8),
+        scales.contiguous().view(torch.uint8),
+        out,
+        layout.pair_P,
+        layout.expert_B,
+        tiles,
+        N=n,
+        K=a.shape[-1],
+        SLOTS=layout.slots,
+        BY=by.value,
+        GROUP=GROUP,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **EXACT,
+    )
+    return out
+
+
 def packed_experts_triton(
     x_RD: Tensor,
     experts_RK: Tensor,
@@ -363,8 +453,7 @@ def packed_experts_backward(
     down_scales_XDG: Tensor,
     limit: float | None = None,
 ) -> Tensor:
-    """The gradient of x. The inner rows are made again from the codes; the two products with the transposed weights read each of them
-    dequantised once, one at a time."""
+    """The gradient of x. The inner rows are made again."""
     rows, slots = experts_RK.shape
     count, hidden, bytes_a_row = down_XDC.shape
     intermediate = 2 * bytes_a_row
@@ -379,11 +468,8 @@ def packed_experts_backward(
     gate_up_P2F = x_RD.new_empty(positions, 2 * intermediate)
     _packed_product(x_RD, gate_up_X2FC, gate_up_scales_X2FG, gate_up_P2F, layout, chosen, ROW, POSITION, tile)
     grad_hidden_PF = x_RD.new_empty(positions, intermediate)
-    down_XDF = dequantise(down_XDC, down_scales_XDG, x_RD.dtype)
-    grouped_product(grad_RKD.contiguous(), down_XDF, grad_hidden_PF, layout, chosen, PAIR, POSITION, tile, transposed=True)
-    del down_XDF
+    _transposed_product(grad_RKD.contiguous(), down_XDC, down_scales_XDG, grad_hidden_PF, layout, PAIR, tile)
     grad_gate_up_P2F = swiglu_backward(grad_hidden_PF, gate_up_P2F, limit, layout.pair_P)
     slots_PD = x_RD.new_empty(positions, hidden)
-    gate_up_X2FD = dequantise(gate_up_X2FC, gate_up_scales_X2FG, x_RD.dtype)
-    grouped_product(grad_gate_up_P2F, gate_up_X2FD, slots_PD, layout, chosen, POSITION, POSITION, tile, transposed=True)
+    _transposed_product(grad_gate_up_P2F, gate_up_X2FC, gate_up_scales_X2FG, slots_PD, layout, POSITION, tile)
     return add_slots(slots_PD, layout)
