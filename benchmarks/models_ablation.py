@@ -23,8 +23,8 @@ class Mixed(Program):
 
     switched: tuple[str, ...] = ()
 
-    def byte_class(self, op: str) -> str:
-        return (ALIGNED if op in self.switched else UNALIGNED)[op]
+    def byte_class(self, op: str, shape: tuple[int, ...] = ()) -> str:
+        return PROGRAMS["aligned" if op in self.switched else "unaligned"].byte_class("cuda", op, shape)
 
 
 def mixed(switched: Sequence[str], contributors: int = 8) -> Mixed:

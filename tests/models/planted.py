@@ -35,8 +35,8 @@ def four_warp_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 class FourWarps(Program):
     """A program whose norms belong to the planted class."""
 
-    def byte_class(self, op: str) -> str:
-        return "four_warps" if op == "rms_norm" else super().byte_class(op)
+    def byte_class(self, op: str, shape: tuple[int, ...] = ()) -> str:
+        return "four_warps" if op == "rms_norm" else super().byte_class(op, shape)
 
 
 @contextmanager
@@ -63,8 +63,8 @@ class OtherOp(Program):
 
     other: str = ""
 
-    def byte_class(self, op: str) -> str:
-        return "planted" if op == self.other else super().byte_class(op)
+    def byte_class(self, op: str, shape: tuple[int, ...] = ()) -> str:
+        return "planted" if op == self.other else super().byte_class(op, shape)
 
 
 @contextmanager

@@ -126,8 +126,8 @@ def realisation(module: nn.Module, program: Program, used: Iterable[str]) -> dic
         provider = CONTRACTS[op].provider(program, shape, HEAD if op == "linear" and shape in heads else op)
         out[f"{op} {'x'.join(map(str, shape))}"] = provider.name
     for op in sorted(used):
-        wanted = (program.device, program.byte_class(op))
-        members = [p.name for p in CONTRACTS[op].providers if (p.device, p.byte_class) == wanted and p.installed()]
+        wanted = program.byte_classes(op)
+        members = [p.name for p in CONTRACTS[op].providers if p.device == program.device and p.byte_class in wanted and p.installed()]
         out.setdefault(op, " or ".join(members) or "none")
     out["layout"] = "one device"
     # without a stored qualification every class runs its defining provider

@@ -30,6 +30,7 @@ class Specification:
     """A named program before a model gives it a device, a dtype and contributors.
 
     classes       byte class of each op by device; on a CPU an op that is not named has the class of references
+    by_geometry   by device and op, (how a shape begins, byte class): the class of an op's shapes that begin so, whatever the rows
     key_segments  by device, (widest head, keys per attention pass): see Program
     codes         whether weights that a checkpoint has as codes and scales are computed with as such
     instead       op -> the ops that stand for it where the program has other operands for the same purpose
@@ -40,6 +41,7 @@ class Specification:
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     classes: Mapping[str, Mapping[str, str]]
+    by_geometry: Mapping[str, Mapping[str, tuple[tuple[tuple[int, ...], str], ...]]]
     key_segments: Mapping[str, tuple[tuple[int, int], ...]]
     captures: bool
     otherwise: str
@@ -50,6 +52,18 @@ class Specification:
         """The same with some classes replaced, device by device, and other fields changed."""
         merged = {device: {**ops, **(classes or {}).get(device, {})} for device, ops in self.classes.items()}
         return replace(self, classes=merged, **changes)
+
+    def geometries(self, device: str, op: str) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """(how a shape begins, byte class) of the op's shapes that have a class of their own."""
+        return self.by_geometry.get(device, {}).get(op, ())
+
+    def byte_class(self, device: str, op: str, shape: tuple[int, ...] = ()) -> str:
+        """The class of `op` at a shape; without one, that of shapes which have none of their own."""
+        for begins, byte_class in self.geometries(device, op):
+            if shape[: len(begins)] == begins:
+                return byte_class
+        classes = self.classes[device]
+        return classes.get(op, REFERENCE) if device == "cpu" else classes[op]
 
 
 _ALIGNED = Specification(
@@ -97,6 +111,8 @@ _ALIGNED = Specification(
             "sample": "fixed_point",
         },
     },
+    # latent rows of 576 columns with values of 512: the one geometry that FlashMLA's sparse kernel and our models share
+    by_geometry={"cuda": {"sparse_attention": (((576, 512), "flash_mla"),)}},
     # FA4's key tile divides each: 128 up to head dim 128, 80 at 256. The reference's grid is small so that tests cross it.
     key_segments={"cuda": ((128, 2048), (256, 2080)), "cpu": ((256, 256),)},
     captures=True,
@@ -171,12 +187,20 @@ class Program:
         """The ops that do what `op` is asked for: itself, but where the program says another."""
         return PROGRAMS[self.name].instead.get(op, (op,))
 
-    def byte_class(self, op: str) -> str:
-        """The byte class that `op` belongs to in this program; HEAD is the vocabulary product."""
-        classes = PROGRAMS[self.name].classes[self.device]
-        if op == HEAD and HEAD not in classes:
-            return self.byte_class("linear")
-        return classes.get(op, REFERENCE) if self.device == "cpu" else classes[op]
+    def byte_class(self, op: str, shape: tuple[int, ...] = ()) -> str:
+        """The byte class that `op` belongs to in this program at a shape that it asks its contract for; HEAD is the vocabulary product.
+
+        Without a shape: that of shapes which have no class of their own.
+        """
+        found = PROGRAMS[self.name]
+        if op == HEAD and HEAD not in found.classes[self.device]:
+            return self.byte_class("linear", shape)
+        return found.byte_class(self.device, op, shape)
+
+    def byte_classes(self, op: str) -> dict[str, str]:
+        """Every class that `op` belongs to at some shape -> at which, in words: empty for all others."""
+        geometries = PROGRAMS[self.name].geometries(self.device, op)
+        return {self.byte_class(op): "", **{byte_class: "x".join(map(str, begins)) for begins, byte_class in geometries}}
 
 
 def specification(name: str) -> Specification:

@@ -85,7 +85,7 @@ def operation_map(subject: Subject) -> list[Place]:
 def _place(layer: str, call: Call) -> Place:
     inputs = [f"{n} {_kind(v)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
     outputs = [_kind(t) for _, t in call.outputs()]
-    byte_class = call.program.byte_class(call.contract.name)
+    byte_class = call.program.byte_class(call.contract.name, call.shape)
     return Place(layer, call.contract.name, call.name, byte_class, ", ".join(inputs), ", ".join(outputs))
 
 

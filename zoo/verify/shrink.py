@@ -93,7 +93,7 @@ def reproduction(divergence: Divergence, folder: Path, names: tuple[str, str]) -
 def _function(python_name: str, run: str, call: Call, side: str, stored: dict[str, Tensor], records: set[type]) -> str:
     # a planted or outside class goes by the program's own name for it, so that a plain Program finds it
     plain = Program(**{f.name: getattr(call.program, f.name) for f in fields(Program)})
-    lines = [f"    only({_provider(call, plain.byte_class(call.contract.name))})"]
+    lines = [f"    only({_provider(call, plain.byte_class(call.contract.name, call.shape))})"]
     arguments = []
     for name, value in call.arguments.items():
         arguments.append(f"{name}={plain!r}" if name == "program" else f"{name}={_code(value, f'{side}.{name}', stored, records)}")

@@ -344,7 +344,8 @@ def program_lines(program: Program, used: Iterable[str]) -> dict[str, str]:
         "contributors": str(program.contributors),
     }
     for name in sorted(used):
-        lines[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {program.byte_class(name)}"
+        classes = [f"{found} at {where}" if where else found for found, where in program.byte_classes(name).items()]
+        lines[f"op.{name}"] = f"{name}/{CONTRACTS[name].version} {', '.join(classes)}"
     if program.byte_class(HEAD) != program.byte_class("linear"):
         lines[f"op.{HEAD}"] = f"linear/{CONTRACTS['linear'].version} {program.byte_class(HEAD)}"
     return lines
@@ -365,7 +366,7 @@ def _admitted(contract: Contract[Any], provider: Provider[Any], shape: tuple[int
 @functools.lru_cache(maxsize=4096)
 def _choose(op: str, role: str, program: Program, shape: tuple[int, ...], generation: int) -> Provider[Any]:
     contract = CONTRACTS[op]
-    wanted = program.byte_class(role)
+    wanted = program.byte_class(role, shape)
     members = [p for p in contract.providers if p.byte_class == wanted and p.device == program.device]
     serving = [p for p in members if p.installed() and p.serves(*shape)]
     for provider in serving:
