@@ -51,7 +51,7 @@ $(BIN)/python:
 
 $(VENV)/.installed-gpu: $(BIN)/python pyproject.toml constraints/cuda.txt
 	@echo "GPU found: installing torch's CUDA build and the GPU extras (several GB)"
-	$(PIP) -c constraints/cuda.txt -e '.[dev,flash-attn,deep-gemm]'
+	$(PIP) -c constraints/cuda.txt -e '.[dev,flash-attn,deep-gemm,flashmla]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # The registry's Linux wheel of torch is a CUDA build of several GB, so the CPU build comes from PyTorch's own index.

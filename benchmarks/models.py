@@ -68,7 +68,8 @@ def _rival(config: Any, family: Family) -> Program:
     used = family.used_ops(config)
     ours = [op for op in ("select", "sparse_attention") if op in used]
     if ours:
-        print(f"rival: {' and '.join(ours)} are ours in it too; products and experts are not", flush=True)
+        kernel = "FlashMLA's in both where it serves" if "sparse_attention" in ours else "ours"
+        print(f"rival: {' and '.join(ours)} have one class in both programs (attention over lists is {kernel})", flush=True)
     if "gated_delta" in used:
         wanted = program.byte_class("gated_delta")
         provider = next(p for p in CONTRACTS["gated_delta"].providers if p.byte_class == wanted)

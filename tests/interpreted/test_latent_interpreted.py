@@ -6,6 +6,7 @@ integers are equal everywhere.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -29,7 +30,10 @@ from zoo.common.ops.rope import kernels as rope_kernels  # noqa: E402
 from zoo.common.ops.rope import reference as rope_reference  # noqa: E402
 from zoo.common.ops.select import kernels as select_kernels  # noqa: E402
 from zoo.common.ops.select import reference as select_reference  # noqa: E402
+from zoo.common.ops.sparse_attention import backward as attention_backward  # noqa: E402
 from zoo.common.ops.sparse_attention import kernels as attention_kernels  # noqa: E402
+from zoo.common.ops.sparse_attention import kernels_backward as gradient_kernels  # noqa: E402
+from zoo.common.ops.sparse_attention import kernels_flash_mla as flash_mla  # noqa: E402
 from zoo.common.ops.sparse_attention import reference as attention_reference  # noqa: E402
 from zoo.common.ops.sparse_attention.cases import lists  # noqa: E402
 from zoo.common.rows import Rows  # noqa: E402
@@ -187,6 +191,70 @@ def test_sparse_attention_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> N
     assert (alone[36] - wanted[36]).abs().max() > 0.01  # the control: later tiles matter
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "values", "top_k", "base"), [(1, 8, 8, 4, math.e), (3, 24, 16, 40, math.e), (18, 40, 32, 20, 2.0)]
+)
+def test_gradients_of_sparse_attention(
+    monkeypatch: pytest.MonkeyPatch, heads: int, width: int, values: int, top_k: int, base: float
+) -> None:
+    """Of the listed rows alone, whatever a block of query rows holds, against the closed form over all rows in float64."""
+    monkeypatch.setattr(gradient_kernels, "LANES", 16)
+    q = floats(11, 50, heads, width)
+    latent = floats(12, 50, width)
+    positions = lists(LENGTHS, top_k, 3)
+    positions[7] = -1  # a row that reads nothing, though its gradient is asked for
+    rows = packed()
+    scale = width**-0.5
+    wide = (q.double(), latent.double())
+    out, lse = attention_reference.sparse_attention(*wide, None, positions, rows, values, scale)
+    grad = floats(13, 50, heads, values)
+    wanted = attention_backward.sparse_attention_backward(grad.double(), *wide, positions, out, lse, rows, scale)
+
+    def found(positions: Tensor = positions) -> tuple[Tensor, Tensor]:
+        given = (lse / math.log(base)).float()
+        return gradient_kernels.sparse_attention_backward(grad, q, latent, positions, out.float(), given, rows, scale, base=base)
+
+    whole = found()
+    for mine, exact in zip(whole, wanted, strict=True):
+        torch.testing.assert_close(mine, exact.float(), rtol=2**-16, atol=2**-16)
+    assert not whole[0][7].any()
+    if heads != 1:
+        return
+    for held, most in ((1, 1), (5000, 12)):  # a query row at a time, and a few
+        monkeypatch.setattr(gradient_kernels, "HELD", held)
+        assert gradient_kernels.rows_at_once(heads, width, top_k, 4) == most
+        assert all(torch.equal(a, b) for a, b in zip(found(), whole, strict=True)), "a block's size moved a byte"
+    shorter = torch.where(torch.arange(top_k) < 3, positions, -1)
+    assert all((a - b).abs().max() > 0.01 for a, b in zip(found(shorter), whole, strict=True)), "the control: lists cut to three"
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 5])
+def test_places_of_lists(page_size: int | None) -> None:
+    """Where listed tokens lie among all token rows, -1 behind the last; made once for layers that share a list."""
+    latent = floats(12, 50, 8)
+    positions = lists(LENGTHS, 200, 3)
+    positions[7] = -1
+    rows = packed()
+    flat = latent
+    table = None
+    if page_size is not None:
+        pages, table = paged(latent, page_size)
+        flat = pages.flatten(0, 1)
+    found = flash_mla.lists_of(positions, rows, table, page_size or 0)
+    assert found.places_R1K.shape == (50, 1, 128), "no row sees more than 37 tokens"
+    for row in range(50):
+        listed = positions[row][positions[row] >= 0]
+        places = found.places_R1K[row, 0]
+        begin = int(rows.starts_N1[rows.sequence_R[row]])
+        assert torch.equal(flat[places[: len(listed)].long()], latent[begin + listed.long()])
+        assert bool((places[len(listed) :] == -1).all()) and int(found.counts_R[row]) == max(1, len(listed))
+    assert flash_mla.lists_of(positions, rows, table, page_size or 0) is found
+    other = positions.clone()
+    other[20, 0] = -1
+    assert flash_mla.lists_of(other, rows, table, page_size or 0) is not found
+    assert flash_mla.lists_of(positions, packed(), table, page_size or 0) is not found
+
+
 class NoWait(TorchDispatchMode):
     """Raises where the host would wait for the device, or where a shape comes from data: neither can be captured."""
 
@@ -214,6 +282,7 @@ def test_a_decode_step_waits_for_nothing() -> None:
         select_kernels.select(q, weights, keys, some, rows, 5)
         select_kernels.select(q, weights, keys, some, rows, 64)
         attention_kernels.sparse_attention(q, keys, some, positions, rows, 8, 0.25)
+        flash_mla.lists_of(positions, rows, some, 16)
         head_kernels.head_linear(x, weight)
         route_kernels.biased_route(floats(7, 2, 16), floats(8, 16), Choice(3, 4, 2))
         norm_kernels.layer_norm(x, floats(9, 16), floats(10, 16), 1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,9 @@ def test_every_op_has_a_class_wherever_a_program_runs() -> None:
             for op, contract in CONTRACTS.items():
                 members = {p.byte_class for p in contract.providers if p.device == device}
                 assert program.byte_class(op) in members, f"{name} on {device}: {op} has no provider of class {program.byte_class(op)}"
+                for begins, byte_class in found.geometries(device, op):
+                    serving = [p for p in contract.providers if (p.device, p.byte_class) == (device, byte_class)]
+                    assert any(p.serves(*begins, 64) for p in serving), f"{name} on {device}: {op} at {begins}"
             heads = {p.byte_class for p in CONTRACTS["linear"].providers if p.device == device}
             assert program.byte_class(HEAD) in heads
 
@@ -33,6 +38,29 @@ def test_a_derived_program_differs_where_it_says_so() -> None:
     aligned, unaligned, wide = (PROGRAMS[name].classes["cuda"] for name in ("aligned", "unaligned", "fp32_head"))
     assert {op for op in aligned if aligned[op] != unaligned[op]} == {"linear", "attention", "experts", "gated_delta"}
     assert {op for op in wide if wide[op] != aligned.get(op)} == {HEAD}
+
+
+def test_a_class_of_a_geometry_is_the_same_at_every_row_and_head_count() -> None:
+    program = replace(ALIGNED, device="cuda")
+    for heads in (1, 8, 63, 64, 128, 256):
+        assert program.byte_class("sparse_attention", (576, 512, heads)) == "flash_mla"
+    for other in ((), (576,), (575, 512, 64), (576, 511, 64), (512, 512, 64), (40, 32, 64)):
+        assert program.byte_class("sparse_attention", other) == "list_tiles"
+    assert ALIGNED.byte_class("sparse_attention", (576, 512, 64)) == "reference"
+    lines = program_lines(program, ("sparse_attention",))
+    assert lines["op.sparse_attention"] == "sparse_attention/2 list_tiles, flash_mla at 576x512"
+    assert program_lines(ALIGNED, ("sparse_attention",))["op.sparse_attention"] == "sparse_attention/2 reference"
+
+
+def test_a_geometry_whose_library_is_absent_is_refused() -> None:
+    program = replace(ALIGNED, device="cuda")
+    contract = CONTRACTS["sparse_attention"]
+    [member] = [p for p in contract.providers if p.byte_class == "flash_mla"]
+    if member.installed():
+        pytest.skip("FlashMLA is installed")
+    with pytest.raises(ValueError, match=r"sparse_attention at shape \(576, 512, 64\).*flash_mla \(needs sgl_kernel"):
+        contract.provider(program, (576, 512, 64))
+    assert contract.provider(program, (40, 32, 4)).name == "triton"
 
 
 def test_fingerprints_tell_the_head_apart() -> None:

@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "tilelang", "sglang")
+PACKAGES = ("transformers", "flash-attn-4", "sgl-deep-gemm", "sglang-kernel", "tilelang", "sglang")
 
 
 def toolchain(device: torch.device) -> dict[str, str]:

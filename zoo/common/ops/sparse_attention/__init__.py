@@ -45,27 +45,49 @@ def _reference() -> Functions:
 
 
 def _triton() -> Functions:
-    from zoo.common.ops.sparse_attention import backward, kernels
+    from zoo.common.ops.sparse_attention import kernels, kernels_backward
 
-    return Functions(kernels.sparse_attention, backward.sparse_attention_backward)
+    return Functions(kernels.sparse_attention, kernels_backward.sparse_attention_backward)
+
+
+def _flash_mla() -> Functions:
+    from zoo.common.ops.sparse_attention import kernels_flash_mla
+
+    return Functions(kernels_flash_mla.sparse_attention, kernels_flash_mla.sparse_attention_backward)
+
+
+def _flash_mla_serves(width: int, values: int, heads: int) -> bool:
+    return width in (512, 576) and values == 512
 
 
 CONTRACT = Contract(
     name="sparse_attention",
-    version=1,
+    version=2,
     shapes="q_RHC, latent rows packed [R, C] or paged [P, page, C] with a page table, positions_RK (int32, ascending, -1 behind the "
     "last) -> o_RHV; keys are whole rows, values their first V columns",
     reads={"q_RHC": PROGRAM, "latent.rows": PROGRAM, "positions_RK": INTEGERS},
     rounds="probabilities to the program's dtype before the product with values; the output once",
     adds="the list in tiles of 64 lanes, ascending: scores with C ascending in one FP32 accumulator, the row sum by the adjacent-pair tree "
-    "over a tile, values in FP32 a tile after another, each behind the sum of those before times exp(their peak - the new one)",
+    "over a tile, values in FP32 a tile after another, each behind the sum of those before times exp(their peak - the new one). CUDA, rows "
+    "of 576 columns with values of 512: FlashMLA's own order, whose bytes of a row depend on its list alone",
     laws=("row", "split", "place", "shard", "repeat"),
-    backward="closed form in FP32 from the saved log-sum-exp, query rows in blocks, so a latent row's gradient adds in row order",
+    backward="closed form in FP32 from the saved log-sum-exp, query rows in blocks, so a latent row's gradient adds in row order. On CUDA "
+    "probabilities and gradients of scores are rounded to the program's dtype as operands of products, and only listed rows are read",
     launch="one pass over the whole list; heads are the matrix rows of a tile, so a row never sees another: prefill is decode, many at "
-    "once; lanes without a position read nothing and change nothing",
+    "once; lanes without a position read nothing and change nothing. FlashMLA takes 64 or 128 heads (others are padded with zeros) and "
+    "places in one long row of tokens, packed or pages, made of the positions once for all layers that share a list",
     providers=(
         Provider("reference", "reference", "cpu", _reference, defining=True),
         Provider("triton", "list_tiles", "cuda", _triton, defining=True),
+        Provider(
+            "flash_mla",
+            "flash_mla",
+            "cuda",
+            _flash_mla,
+            needs=("sgl_kernel.flashmla_ops",),
+            serves=_flash_mla_serves,
+            defining=True,
+        ),
     ),
     shape=_shape,
     history="latent",

@@ -157,14 +157,22 @@ def cases(program: Program) -> list[Case]:
 
 
 def products() -> list[Product]:
-    """Widths of GLM-5.2 and narrow ones, over several tiles of a list."""
+    """Widths of GLM-5.2 and narrow ones, over several tiles of a list, forward and backward."""
 
     def run(provider: Provider[Functions], args: Args) -> Any:
         operands = (args["q_RHC"], args["latent_RC"], None, args["positions_RK"], packed_rows(args, "q_RHC"))
         return provider.functions.forward(*operands, args["values"], args["scale"])[0]
 
+    def backward(provider: Provider[Functions], args: Args) -> Any:
+        q, latent, positions = (args[name] for name in ("q_RHC", "latent_RC", "positions_RK"))
+        rows = packed_rows(args, "q_RHC")
+        out, lse = provider.functions.forward(q, latent, None, positions, rows, args["values"], args["scale"])
+        return provider.functions.backward(out.roll(1, 0), q, latent, positions, out, lse, rows, args["scale"])
+
     shapes = ((32, 576, 512), (3, 40, 32))
-    return [
-        Product(f"{heads} heads of {width}", "sparse_attention", _case("", [80, 5], heads, width, values, 80).make, run)
-        for heads, width, values in shapes
-    ]
+    found = []
+    for heads, width, values in shapes:
+        made = _case("", [80, 5], heads, width, values, 80).make
+        found.append(Product(f"{heads} heads of {width}", "sparse_attention", made, run))
+        found.append(Product(f"backward, {heads} heads of {width}", "sparse_attention", made, backward))
+    return found
