@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from zoo.common.ops.biased_route import Choice
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.common.rows import Rows
 from zoo.glm5 import SIZES, GLMForRL, GLMForServing
+from zoo.glm5.model import LatentAttention
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
 from zoo.verify import ways
 from zoo.verify.shrink import reproduction
@@ -92,6 +94,36 @@ def test_every_way_to_push_is_training(kind: str) -> None:
             assert_same_bytes(found, together, name)
             whole_states = states if whole_states is None else whole_states
             assert_same_states(states, whole_states, name)
+
+
+def test_lists_are_kept_once_for_a_chain_of_layers() -> None:
+    """Under checkpointing: of each choice one list lives until the backward, however many layers read it."""
+    config = CONFIGS["three choose"]
+    assert 0 < sum(config.full) < config.layers
+    trainer = GLMForRL.from_config(config, seed=1, device="cpu").train()
+    ids = torch.tensor(tokens(40, 3))
+
+    def lists(model: GLMForRL) -> int:
+        """Storages of lists that are alive behind a forward."""
+        scored = model.score(ids, torch.tensor([0, 40]))
+        gc.collect()
+        shape = (40, config.index_top_k)
+        alive = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.int32 and t.shape == shape]
+        assert scored.requires_grad
+        return len({t.data_ptr() for t in alive})
+
+    trainer.gradient_checkpointing_enable()
+    assert lists(trainer) == sum(config.full)
+    # the control: a layer that copies what it is handed
+    with pytest.MonkeyPatch.context() as patch:
+        forward = LatentAttention.forward
+
+        def copying(self: Any, x: Tensor, selected: Tensor | None, *rest: Any) -> Any:
+            branch, chosen = forward(self, x, selected, *rest)
+            return branch, chosen.clone()
+
+        patch.setattr(LatentAttention, "forward", copying)
+        assert lists(trainer) > sum(config.full)
 
 
 class Stale(PagedLatents):

@@ -169,7 +169,7 @@ def products() -> list[Product]:
         out, lse = provider.functions.forward(q, latent, None, positions, rows, args["values"], args["scale"])
         return provider.functions.backward(out.roll(1, 0), q, latent, positions, out, lse, rows, args["scale"])
 
-    shapes = ((32, 576, 512), (3, 40, 32))
+    shapes = ((32, 576, 512), (64, 576, 512), (3, 40, 32))  # 64 heads are a wgmma's rows in the backward
     found = []
     for heads, width, values in shapes:
         made = _case("", [80, 5], heads, width, values, 80).make

@@ -47,7 +47,7 @@ def _products_with_output(
 
 
 @triton.jit(do_not_specialize=["first_row"])
-def _weights(
+def _weights_of_lists(
     q_ptr,
     grad_ptr,
     latent_ptr,
@@ -256,7 +256,7 @@ def sparse_attention_backward(
         positions = positions_RK[block, :columns]
         tokens = torch.where(positions < 0, count, positions + begin_R[block, None]).to(torch.int32)
         counts = (positions >= 0).sum(1, dtype=torch.int32)
-        _weights[(mine, tiles, head_blocks)](
+        _weights_of_lists[(mine, tiles, head_blocks)](
             q,
             grad,
             latent,
