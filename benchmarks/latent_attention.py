@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import GraphTimer, Recorder, about, first_line, table
+from benchmarks.work.latent import listed
 from zoo.common import ops
 from zoo.common.history import TokenRows
 from zoo.common.ops.contract import CONTRACTS
@@ -107,13 +108,7 @@ def recent(rows: int) -> Tensor:
 
 def spread(rows: int) -> Tensor:
     """As many tokens, random ones of those that a row sees."""
-    out = torch.full((rows, LISTED), rows, dtype=torch.int32, device="cuda")
-    for first in range(0, rows, 512):
-        draw = torch.rand(512, rows, device="cuda")
-        draw.masked_fill_(torch.arange(rows, device="cuda") > torch.arange(first, first + 512, device="cuda")[:, None], -1.0)
-        best = draw.topk(LISTED, 1)
-        out[first : first + 512] = torch.where(best.values < 0, rows, best.indices).sort(1).values
-    return torch.where(out == rows, -1, out)
+    return listed(rows, rows, LISTED, torch.device("cuda"), future=False)
 
 
 def backward() -> Iterator[dict[str, Any]]:
