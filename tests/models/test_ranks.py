@@ -19,6 +19,7 @@ from weights_tools.make_tiny import make_tiny
 from zoo.common.checkpoint import Checkpoint, fill_parameters
 from zoo.common.codecs import BlockScaled
 from zoo.common.layout import Layout
+from zoo.common.quantisation import SCALES, in_codes
 from zoo.common.ranks import load_rank
 from zoo.common.registry import architectures, find
 from zoo.common.shards import StoredTensor, header_of, write_shard
@@ -56,13 +57,26 @@ def joined(whole: Piece, shares: list[Tensor]) -> Tensor:
     return torch.cat([parts[section * len(shares) + rank] for section in range(count) for rank in range(len(shares))], whole.cut.dim)
 
 
+def cut_of(table: WeightTable, entry: Entry, piece: Piece) -> Cut | None:
+    """How ranks share a tensor; scales as the codes that they are of, block by block."""
+    owner = table.owners.get(entry.ours)
+    if owner is None:
+        return piece.cut
+    codes = owner.layouts[0][entry.layouts[0].index(piece)]
+    if codes.cut is None or owner.codec is None:
+        return None
+    block = owner.codec.block(len(codes.shape), codes.cut.dim)
+    return replace(codes.cut, unit=1, sections=tuple((-(-length // block), 1) for length, _ in codes.cut.sections))
+
+
 def check(table: WeightTable, whole: dict[str, Tensor], layout: Layout, held: list[tuple[dict[str, int], dict[str, Tensor]]]) -> None:
     """Every published tensor of the whole model out of the ranks' parameters, each rank's addressed by its own table."""
     experts = {entry.ours: 1 + max((piece.expert or 0 for piece in entry.layouts[0]), default=0) for entry, _ in table.pieces()}
     locals_ = [(ranks, table.local(layout, ranks).known, parameters) for ranks, parameters in held]
     filled = [dict.fromkeys(parameters, 0) for _, parameters in held]
     for entry, piece in table.pieces():
-        axis = "tp" if piece.cut is None else piece.cut.along
+        shared = replace(piece, cut=cut_of(table, entry, piece))
+        axis = "tp" if shared.cut is None else shared.cut.along
         shares: dict[int, Tensor] = {}
         for number, (ranks, known, parameters) in enumerate(locals_):
             if piece.expert is not None and piece.expert // (experts[entry.ours] // layout.ep) != ranks["ep"]:
@@ -74,7 +88,7 @@ def check(table: WeightTable, whole: dict[str, Tensor], layout: Layout, held: li
             if ranks[axis] in shares:
                 assert_same_bytes(view, shares[ranks[axis]])
             shares[ranks[axis]] = view
-        assert_same_bytes(joined(piece, [shares[rank] for rank in sorted(shares)]), piece.of(whole[entry.ours]))
+        assert_same_bytes(joined(shared, [shares[rank] for rank in sorted(shares)]), piece.of(whole[entry.ours]))
     for (_, parameters), counted in zip(held, filled, strict=True):
         assert counted == {name: tensor.numel() for name, tensor in parameters.items()}, "every element is filled once"
 
@@ -370,3 +384,45 @@ def test_a_place_inside_a_block_is_refused() -> None:
     table = WeightTable((Entry("w", (pieces,), codec=BLOCKS, beside=("s",)), Entry("s", (scales,), dtype=torch.float32)), carried=())
     with pytest.raises(ValueError, match="b would fill row 6 and on, which is inside a block of 4"):
         table.local(Layout(), {})
+
+
+# --- checkpoints in FP8 codes
+
+
+def test_ranks_read_a_checkpoint_in_codes(tmp_path: Path) -> None:
+    """As it is stored, scales with their codes, or decoded where it is read."""
+    family, named = find("qwen3")
+    config = in_codes(replace(named.sizes["tiny"], layers=1, kv_heads=4, intermediate=512))
+    family.rl.from_config(config, seed=2, device="cpu", program="fp8").save_pretrained(tmp_path / "codes")
+    layout = Layout(tp=2)
+    given: dict[str, Any]
+    for given in ({"program": "fp8"}, {"dtype": torch.bfloat16}):
+        model = zoo.load(tmp_path / "codes", device="cpu", **given)
+        whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        held = [(ranks, load_rank(family, tmp_path / "codes", layout, ranks, **given)) for ranks in ranks_of(layout)]
+        check(model.table_of(), whole, layout, held)
+        assert (torch.float8_e4m3fn in {tensor.dtype for tensor in held[0][1].values()}) == ("program" in given)
+        if "program" in given:  # control: the scales of one rank's blocks under another's codes
+            mine = held[0][1]
+            theirs = held[1][1]
+            scales = [name for name, tensor in mine.items() if name.endswith(SCALES) and not torch.equal(tensor, theirs[name])]
+            mine[scales[0]].copy_(theirs[scales[0]])
+            with pytest.raises(LawBroken):
+                check(model.table_of(), whole, layout, held)
+    with pytest.raises(ValueError, match="has matrices in FP8 codes: program='fp8' computes with them"):
+        load_rank(family, tmp_path / "codes", layout, {})
+
+
+def test_ranks_decode_their_own_experts(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3_moe", tmp_path / "tiny", form="fp8")
+    model = zoo.load(folder, device="cpu", dtype=torch.bfloat16)
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    layout = Layout(ep=2)
+    held = [(ranks, load_rank(model.family, folder, layout, ranks, dtype=torch.bfloat16)) for ranks in ranks_of(layout)]
+    check(model.table_of(), whole, layout, held)
+
+
+def test_codes_whose_blocks_two_ranks_would_share_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path / "tiny", form="fp8")
+    with pytest.raises(ValueError, match=r"k_proj.weight: 0 to 64 of 128 is no whole number of blocks of 128"):
+        load_rank(find("qwen3")[0], folder, Layout(tp=2), {}, program="fp8")

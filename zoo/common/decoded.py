@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zoo.common.checkpoint import Checkpoint, SideFile, check_finite
+from zoo.common.program import specification
 from zoo.common.quantisation import FIELD
 from zoo.common.reading import parse_object
 from zoo.common.shards import INDEX, NAMES, Shard, StoredTensor, header_of
 from zoo.common.weights import Entry, WeightTable
+
+if TYPE_CHECKING:
+    from zoo.common.family import Family
 
 DTYPE = torch.bfloat16
 
@@ -38,6 +43,23 @@ class DecodedTensor(StoredTensor):
     def read_runs(self, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
         whole = self.read()
         return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in runs], dim)
+
+
+def as_read(source: Checkpoint, family: Family, program: str, dtype: torch.dtype | None) -> tuple[Checkpoint, Any]:
+    """A checkpoint as a program reads it, and its geometry: in codes if the program computes with codes, decoded if `dtype` asks for it.
+
+    ValueError for codes that the program has no use for.
+    """
+    config = family.config.from_hf(source.config)
+    if config.quantised is None or specification(program).codes:
+        return source, config
+    if dtype is None:
+        raise ValueError(
+            f"{source.folder} has matrices in FP8 codes: program='fp8' computes with them, dtype=torch.bfloat16 rounds their "
+            "values once at load"
+        )
+    plain = decoded(source, family.table(config))
+    return plain, family.config.from_hf(plain.config)
 
 
 def decoded(checkpoint: Checkpoint, table: WeightTable) -> Checkpoint:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo.common import checkpoint as files
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.config import config_lines
-from zoo.common.decoded import decoded
+from zoo.common.decoded import as_read
 from zoo.common.ends import end_tokens, read_generation
 from zoo.common.files import check_fresh
 from zoo.common.fingerprint import Fingerprint, realisation, weights_hash
@@ -26,7 +26,7 @@ from zoo.common.masters import Held, held_beside, hold
 from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
 from zoo.common.processes import Alone, InStep, Recent, is_sharded, processes_of, reshard, whole
-from zoo.common.program import Program, parse_device, parse_dtype, resolve, specification
+from zoo.common.program import Program, parse_device, parse_dtype, resolve
 from zoo.common.quantisation import CODE_OPS, take_codes
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
@@ -181,15 +181,7 @@ class Pretrained(nn.Module):
         _not_built(layout=layout, lora=lora)
         dtype = parse_dtype(dtype)
         source = Checkpoint.open(path_or_hub_id, revision)
-        config = cls.family.config.from_hf(source.config)
-        if config.quantised is not None and not specification(program).codes:
-            if dtype is None:
-                raise ValueError(
-                    f"{source.folder} has matrices in FP8 codes: program='fp8' computes with them, dtype=torch.bfloat16 rounds their "
-                    "values once at load"
-                )
-            source = decoded(source, cls.family.table(config))
-            config = cls.family.config.from_hf(source.config)
+        source, config = as_read(source, cls.family, program, dtype)
         table = cls.family.table(config)
         match = source.match(table)
         ends = end_tokens(config, read_generation(source.folder))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.checkpoint import Checkpoint, check_parameter_dtypes, fill_parameters
+from zoo.common.decoded import as_read
 from zoo.common.layout import Layout
 from zoo.common.program import parse_device, parse_dtype, resolve
 
@@ -38,8 +39,7 @@ def load_rank(
         raise ValueError(f"layout: pp {layout.pp}, but no family divides its layers into stages yet, only pp 1 can be loaded")
     wanted = parse_dtype(dtype)
     where = parse_device(device)
-    source = Checkpoint.open(path_or_hub_id, revision)
-    config = family.config.from_hf(source.config)
+    source, config = as_read(Checkpoint.open(path_or_hub_id, revision), family, program, wanted)
     config.local(layout)
     table = family.table(config)
     whole = source.match(table)
