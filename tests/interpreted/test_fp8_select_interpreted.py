@@ -6,6 +6,9 @@ compared to the byte; choices always are.
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -214,3 +217,71 @@ def test_codes_and_scales_are_written_into_joined_pages(page: int) -> None:
         found, wanted = (pool.tensors[name].contiguous().view(torch.uint8) for pool in pools)
         assert torch.equal(found, wanted) and bool(wanted[1].any()) and not bool(wanted[0].any())
     assert torch.equal(pools[0].written([5], 2)["scales"][1], keys.scales[21:23])
+
+
+class DeepGEMM(ModuleType):
+    """Its two scorers by our reference, from what they read of their arguments; what a row does not see is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__("deep_gemm")
+        self.called: list[str] = []
+
+    def get_num_sms(self) -> int:
+        return 2
+
+    def get_paged_mqa_logits_metadata(self, lengths: Tensor, page: int, processors: int) -> Tensor:
+        assert lengths.dtype == torch.int32 and lengths.shape[1] == 1 and page == 64
+        return lengths.new_zeros(processors + 1, 2)
+
+    def fp8_mqa_logits(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, begin: Tensor, end: Tensor, clean: bool, columns: int
+    ) -> Tensor:
+        self.called.append("packed")
+        assert q.is_contiguous() and kv[0].is_contiguous() and kv[1].is_contiguous() and begin.dtype == end.dtype == torch.int32
+        out = torch.full((len(q), columns), torch.nan)
+        for r, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+            mine = (kv[0][first:last], kv[1][first:last])
+            out[r, : last - first] = reference.index_scores(q[r : r + 1], weights[r : r + 1], *mine)[0]
+        return out
+
+    def fp8_paged_mqa_logits(
+        self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, plan: Tensor, columns: int
+    ) -> Tensor:
+        self.called.append("paged")
+        width = pages.shape[3] - 4
+        whole = pages.as_strided((len(pages), 64 * (width + 4)), (pages.stride(0), 1))
+        codes = whole[:, : 64 * width].view(torch.float8_e4m3fn).unflatten(1, (64, width))
+        scales = whole[:, 64 * width :].view(torch.float32)
+        out = torch.full((len(q), columns), torch.nan)
+        for r, length in enumerate(lengths[:, 0].tolist()):
+            mine = table[r, : -(-length // 64)].long()
+            keys = (codes[mine].flatten(0, 1)[:length], scales[mine].flatten()[:length])
+            out[r, :length] = reference.index_scores(q[r], weights[r : r + 1], *keys)[0]
+        return out
+
+
+def test_deepgemm_is_handed_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows in blocks, chunks behind pages, decode steps from joined pages of 64 and from others; the plan once for all layers."""
+    fake = DeepGEMM()
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake)
+    monkeypatch.setattr(kernels, "HELD", 200)
+    fold = reference.queries
+    monkeypatch.setattr(kernels, "fold_queries", fold)  # by torch: the interpreter rounds some codes wrong
+    q, gates, keys = operands(32, 32)
+    rows = packed(*LENGTHS)
+    wanted = reference.select(q, gates, keys, rows, 6)
+    assert torch.equal(kernels.select_deepgemm(q, gates, keys, rows, 6), wanted)
+    assert set(fake.called) == {"packed"} and len(fake.called) > 1
+    assert not torch.equal(kernels.select_deepgemm(-q, gates, keys, rows, 6), wanted)
+    last = torch.tensor([20, 22, 29])  # the last row of each document
+    for page, joined, kind in ((64, True, "paged"), (64, False, "packed"), (16, True, "packed")):
+        given = paged(keys, page, joined)
+        fake.called.clear()
+        assert torch.equal(kernels.select_deepgemm(q, gates, given, rows, 6), wanted)
+        assert set(fake.called) == {"packed"}
+        fake.called.clear()
+        step = Rows.pushed([1] * 3, [length - 1 for length in LENGTHS], "cpu")
+        for _ in range(2):
+            assert torch.equal(kernels.select_deepgemm(q[last], gates[last], given, step, 6), wanted[last])
+        assert set(fake.called) == {kind}
+        assert sum(isinstance(key, tuple) and key[-1] == "plan" for key in step.launch) == (kind == "paged")

@@ -479,7 +479,6 @@ def deepgemm_scores(codes_RHE: Tensor, folded_RH: Tensor, keys: CodedRows, rows:
 
     count, heads, _ = codes_RHE.shape
     columns = rows.max_length
-    device = codes_RHE.device
     if keys.page_table_NB is not None and rows.max_rows == 1:
         pages = joined_pages(keys)
         if pages is not None:
@@ -496,7 +495,7 @@ def deepgemm_scores(codes_RHE: Tensor, folded_RH: Tensor, keys: CodedRows, rows:
         begin_R = (rows.sequence_R * columns).to(torch.int32)
     end_R = begin_R + (rows.positions_R + 1).to(torch.int32)
     # so many rows keep every multiprocessor busy with blocks of 128 rows and heads
-    grain = 128 // heads * torch.cuda.get_device_properties(device).multi_processor_count
+    grain = 128 // heads * deep_gemm.get_num_sms()
     for first, block in _blocks(count, columns, grain):
         mine = slice(first, first + block)
         yield (
