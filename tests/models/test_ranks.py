@@ -413,15 +413,6 @@ def test_ranks_read_a_checkpoint_in_codes(tmp_path: Path) -> None:
         load_rank(family, tmp_path / "codes", layout, {})
 
 
-def test_ranks_decode_their_own_experts(tmp_path: Path) -> None:
-    folder = make_tiny("qwen3_moe", tmp_path / "tiny", form="fp8")
-    model = zoo.load(folder, device="cpu", dtype=torch.bfloat16)
-    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    layout = Layout(ep=2)
-    held = [(ranks, load_rank(model.family, folder, layout, ranks, dtype=torch.bfloat16)) for ranks in ranks_of(layout)]
-    check(model.table_of(), whole, layout, held)
-
-
 def test_codes_whose_blocks_two_ranks_would_share_are_refused(tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path / "tiny", form="fp8")
     with pytest.raises(ValueError, match=r"k_proj.weight: 0 to 64 of 128 is no whole number of blocks of 128"):
