@@ -1,14 +1,15 @@
-"""`python -m benchmarks.grpo ARCH --size 0.6b --sampler embedded`: examples/grpo.py at a published geometry, a row for the whole run.
+"""`python -m benchmarks.grpo ARCH --size 0.6b --sampler embedded unaligned`: examples/grpo.py at a published geometry, a row for each run.
 
 Random weights of realistic scale, and the same seeds whoever samples: the embedded engine (`embedded`), the same with the `unaligned`
 program (`unaligned`, what ordinary kernels do), a stock SGLang with the plugin in another process (`sglang`, weights by tensors; `http`, a
 server with an address, weights by files). The row has a number for each step: reward, differing bytes, K3, share of clipped tokens. So an
-aligned run has the same rewards in every engine. Exit status 1 if a byte differs under an aligned sampler.
+aligned run has the same rewards in every engine. Exit status 1 if a byte differs under an aligned sampler, or a run fails; the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import socket
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, check_served, check_server, geometry
+from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, check_served, check_server, first_line, geometry
 from zoo.common.engine import Engine
 from zoo.common.registry import architectures
 from zoo.common.rollouts import Completion, SamplingParams
@@ -147,7 +148,7 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def run(given: argparse.Namespace, recorder: Recorder) -> dict[str, Any]:
+def run(given: argparse.Namespace, sampler: str, recorder: Recorder) -> dict[str, Any]:
     """One run; its row is written whatever ends it, with the steps that it came to."""
     config, trainer_class, server_class = geometry(given.arch, given.size or USUAL_SIZES[given.arch], given.layers)
     masters = None if given.bf16 else torch.float32
@@ -161,7 +162,7 @@ def run(given: argparse.Namespace, recorder: Recorder) -> dict[str, Any]:
         "arch": given.arch,
         "size": given.size or USUAL_SIZES[given.arch],
         "layers": config.layers,
-        "sampler": given.sampler,
+        "sampler": sampler,
         "masters": not given.bf16,
         "rate": given.rate,
         "group": given.group,
@@ -176,7 +177,7 @@ def run(given: argparse.Namespace, recorder: Recorder) -> dict[str, Any]:
             stack.enter_context(suited(trainer))
             requests = PROMPTS * given.group
             longest = PROMPT_TOKENS + given.tokens + 8
-            inner = stack.enter_context(sampler_of(given.sampler, trainer, server_class, given.device, requests, longest))
+            inner = stack.enter_context(sampler_of(sampler, trainer, server_class, given.device, requests, longest))
             row["start_seconds"] = time.monotonic() - begin
             begin = time.monotonic()
             steps = page.train(
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("arch", choices=sorted(architectures()))
     parser.add_argument("--size", help=USUAL_HELP)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--sampler", choices=SAMPLERS, default="embedded")
+    parser.add_argument("--sampler", choices=SAMPLERS, nargs="+", default=["embedded"], help="one run after the other, each anew")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=1e9, help="no step begins after so many")
     parser.add_argument("--group", type=int, default=8)
@@ -219,15 +220,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    if given.sampler in ("sglang", "http"):
+    if {"sglang", "http"} & set(given.sampler):
         check_served(given.arch)
         check_server(given.device)
-    if given.sampler == "unaligned" and given.device == "cpu":
+    if "unaligned" in given.sampler and given.device == "cpu":
         parser.error("--sampler unaligned: a CPU has no unaligned program")
-    row = run(given, Recorder(given.out, about(torch.device(given.device), False)))
-    differing = sum(row["differing_bytes"])
-    print(f"{row['steps']} steps, {row['compared_bytes']:,} bytes compared, {differing:,} differ, {row['seconds']:.0f} s", flush=True)
-    return int(given.sampler != "unaligned" and (differing > 0 or not row["steps"]))
+    recorder = Recorder(given.out, about(torch.device(given.device), False))
+    failed = [sampler for sampler in given.sampler if not _right(given, sampler, recorder)]
+    return int(bool(failed))
+
+
+def _right(given: argparse.Namespace, sampler: str, recorder: Recorder) -> bool:
+    """One run, told in a line; whether it came to a step and, under an aligned sampler, no byte differs."""
+    try:
+        row = run(given, sampler, recorder)
+    except Exception as error:
+        print(f"{sampler}: {type(error).__name__}: {first_line(error)}", flush=True)
+        return False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    differing = int(sum(row["differing_bytes"]))
+    seconds = f"{row['start_seconds']:.0f} s to start, {row['seconds']:.0f} s"
+    print(f"{sampler}: {row['steps']} steps, {row['compared_bytes']:,} bytes compared, {differing:,} differ, {seconds}", flush=True)
+    return row["steps"] > 0 and (sampler == "unaligned" or not differing)
 
 
 if __name__ == "__main__":

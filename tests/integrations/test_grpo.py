@@ -196,7 +196,9 @@ class TestServer:
         assert len(pushed) == 1 and server.generate(PROMPTS, SHORT)[0].fingerprint.weights == other.fingerprint().weights
 
 
-def test_the_benchmark_writes_one_row_of_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_writes_one_row_of_all_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rows.jsonl"
     words = [
         "qwen3",
@@ -219,6 +221,9 @@ def test_the_benchmark_writes_one_row_of_all_steps(tmp_path: Path, capsys: pytes
     first, again = (json.loads(line) for line in out.read_text().splitlines())
     assert first["steps"] == 2 and first["differing_bytes"] == [0, 0] and first["compared_bytes"] == 2 * 16 * 4 * 4
     assert first["reward"] == again["reward"] and len(first["reward"]) == 2  # the same seeds, the same tokens
-    assert "2 steps, 512 bytes compared, 0 differ" in capsys.readouterr().out
+    assert "embedded: 2 steps, 512 bytes compared, 0 differ" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main([*words, "--sampler", "unaligned"])
+    monkeypatch.setattr(bench, "sampler_of", lambda *given: 1 / 0)
+    assert bench.main([*words, "--sampler", "embedded", "embedded"]) == 1  # each is tried
+    assert capsys.readouterr().out.count("embedded: ZeroDivisionError") == 2
