@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.work.cases import Place, Work, subset_law
 from benchmarks.work.latent import biased_route, head_linear, layer_norm, select, sparse_attention
-from benchmarks.work.products import combine, experts, linear, log_prob, route
+from benchmarks.work.products import combine, experts, linear, log_prob, packed_experts, route
 from benchmarks.work.rowwise import norm_rope, rms_norm, rope, sample, swiglu
 from benchmarks.work.sequences import attention, gated_delta
 
@@ -20,6 +20,7 @@ OPS: dict[str, Callable[[Place, int], Iterator[Work]]] = {
     "swiglu": swiglu,
     "attention": attention,
     "experts": experts,
+    "packed_experts": packed_experts,
     "route": route,
     "combine": combine,
     "log_prob": log_prob,

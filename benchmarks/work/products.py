@@ -12,9 +12,10 @@ from torch import Tensor
 from benchmarks import rivals
 from benchmarks.common import sets_for
 from benchmarks.work.cases import Call, Place, Work, subset_law
-from benchmarks.work.shapes import BIASED, HEADS_OF_VOCABULARY, LINEARS, MIXTURES
+from benchmarks.work.shapes import BIASED, HEADS_OF_VOCABULARY, LINEARS, MIXTURES, PACKED_MIXTURES
 from zoo.common import ops
 from zoo.common.ops import CONTRACTS
+from zoo.common.ops.e2m1 import dequantised, quantised
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK
 from zoo.common.program import Program, split_k
 from zoo.verify.qualify import Target
@@ -105,6 +106,53 @@ def experts(place: Place, rows: int) -> Iterator[Work]:
             picked=lambda out: out[:4],
             sets=sets,
             targets=(Target("experts", (count, hidden, intermediate)),),
+        )
+
+
+def packed_experts(place: Place, rows: int) -> Iterator[Work]:
+    """MXFP4, against the same experts in BF16: weights that are dequantised before, and not in the time."""
+    for model, (count, hidden, intermediate, top_k, limit) in PACKED_MIXTURES.items():
+        count, hidden, intermediate, top_k = (place.size(a, b) for a, b in zip((count, hidden, intermediate, top_k), (8, 64, 32, 2)))
+        gate_up = quantised(place.randn(count, 2 * intermediate, hidden, scale=hidden**-0.5))
+        down = quantised(place.randn(count, hidden, intermediate, scale=intermediate**-0.5))
+        x = place.randn(rows, hidden)
+        sets = 8  # other experts each time
+        chosen = [torch.rand(rows, count, device=place.device).argsort(1)[:, :top_k].contiguous() for _ in range(sets)]
+        touched = int(chosen[0].unique().numel())
+        dense = tuple(dequantised(*pair, torch.bfloat16) for pair in (gate_up, down))
+
+        def run(x: Tensor, picks: Tensor, w: tuple[Tensor, ...] = (*gate_up, *down), limit: float = limit) -> Tensor:
+            return ops.packed_experts(x, picks, *w, program=place.ours, limit=limit)
+
+        def rival(x: Tensor, picks: Tensor, program: Program, w: tuple[Tensor, ...] = dense, limit: float = limit) -> Tensor:
+            return ops.experts(x, picks, w[0], w[1], program=program, limit=limit)
+
+        def exact(x: Tensor = x, picks: Tensor = chosen[0], w: tuple[Tensor, ...] = dense, limit: float = limit) -> Tensor:
+            gates = torch.einsum("rd,rkfd->rkf", x[:4].double(), w[0][picks[:4]].double())
+            gate, up = gates.chunk(2, 2)
+            gate = gate.clamp(max=limit)
+            return torch.einsum("rkf,rkdf->rkd", gate / (1 + (-gate).exp()) * up.clamp(-limit, limit), w[1][picks[:4]].double())
+
+        theirs = place.theirs
+        others = {} if theirs is None else {"torch._grouped_mm in BF16": lambda i, f=rival, x=x, c=chosen, p=theirs: f(x, c[i], p)}
+        yield Work(
+            "packed_experts",
+            f"{model} {count}x{hidden}x{intermediate} top {top_k}",
+            rows,
+            {"aligned": lambda i, run=run, x=x, c=chosen: run(x, c[i])},
+            {"the experts op in BF16": lambda i, f=rival, x=x, c=chosen: f(x, c[i], place.ours), **others},
+            flops=6.0 * rows * top_k * hidden * intermediate,
+            nbytes=(3.0 / 2 + 3.0 / 32) * touched * hidden * intermediate + 2.0 * rows * hidden * (1 + top_k),
+            law=subset_law(
+                lambda run=run, x=x, c=chosen: run(x, c[0]),
+                lambda i, run=run, x=x, c=chosen: run(x[i], c[0][i]),
+                rows,
+                place.device,
+            ),
+            exact=exact,
+            picked=lambda out: out[:4],
+            sets=sets,
+            targets=(Target("packed_experts", (count, hidden, intermediate)),),
         )
 
 

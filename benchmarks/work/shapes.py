@@ -45,6 +45,8 @@ HEADS = {"qwen3-8b": (32, 8, 128), "qwen3-30b-a3b": (32, 4, 128), "qwen3.5-35b-a
 INTERMEDIATES = {"qwen3-8b": 12288, "qwen3.5-4b": 9216}
 # X, D, F, K
 MIXTURES = {"qwen3-30b-a3b": (128, 2048, 768, 8), "qwen3.5-35b-a3b": (256, 2048, 512, 8), "glm-5.2": (256, 6144, 2048, 8)}
+# the same with experts of four bits, and the limit that gate and up are cut to
+PACKED_MIXTURES = {"deepseek-v4-flash": (256, 4096, 2048, 6, 10.0)}
 BIASED = {"glm-5.2": Choice(8, scale=2.5)}  # mixtures that biased_route fills; route the others
 HEADS_OF_VOCABULARY = {"qwen3-8b": (151936, 4096), "qwen3-30b-a3b": (151936, 2048)}
 DELTA = {"qwen3.5-35b-a3b": (16, 32, 128, 128)}
