@@ -3,7 +3,7 @@
 Random weights of realistic scale, and the same seeds whoever samples: the embedded engine (`embedded`), the same with the `unaligned`
 program (`unaligned`, what ordinary kernels do), a stock SGLang with the plugin in another process (`sglang`, weights by tensors; `http`, a
 server with an address, weights by files). The row has a number for each step: reward, differing bytes, K3, share of clipped tokens. So an
-aligned run has the same rewards in every engine. Exit status 1 if a byte differs under an aligned sampler, or a run fails; the others go on.
+aligned run has the same rewards in every engine. Exit status 1 if a byte differs under an aligned sampler, or if a run fails; others go on.
 """
 
 from __future__ import annotations
