@@ -15,6 +15,8 @@ from zoo.common.ops.cases import Case, Draw, Trial, row_laws
 from zoo.common.program import Program
 from zoo.testing import Args, assert_fusion_law, assert_shard_law
 
+DEGREES = (1, 2, 4, 8, 16)
+
 
 def _case(
     name: str,
@@ -26,7 +28,9 @@ def _case(
     device_sized: bool = False,
     *,
     group: int,
+    only: tuple[str, ...] = (),
 ) -> Case:
+    """`only`: the laws that the case is for; all by default, with gradients."""
     groups = -(-vocabulary // group)
 
     def make(seed: int, device: torch.device | str, dtype: torch.dtype) -> Args:
@@ -62,16 +66,17 @@ def _case(
         def at_degree(degree: int) -> Any:
             if degree == 1:
                 return t.call()
-            # each rank makes the logits of its columns, cut on the group's grid; ranks meet in rank order
-            columns = -(-groups // degree) * t.program.vocab_group
-            parts = [logits(t, part.contiguous()) for part in t.args["weight_VD"].split(columns)]
+            # each rank makes the logits of its columns, cut on the group's grid, some ranks with a group more; they meet in rank order
+            ends = [groups * rank // degree * t.program.vocab_group for rank in range(1, degree)]
+            parts = [logits(t, part.contiguous()) for part in t.args["weight_VD"].tensor_split(ends)]
             return t.op("log_prob_of_logits")(torch.cat(parts, 1), t.args["targets_R"], program=t.program)
 
-        assert_shard_law(at_degree, [d for d in (1, 2, 4, 8) if d <= groups])
+        assert_shard_law(at_degree, [d for d in DEGREES if d <= groups])
 
     laws = {**row_laws("hidden_RD", "targets_R", "inverse_temperature_R"), "fusion": fusion}
     laws |= {"shard": shard} if groups > 1 else {}
-    return Case(name, "log_prob", make, call, laws, ("hidden_RD", "weight_VD"), device_sized, kind=kind)
+    graded = () if only else ("hidden_RD", "weight_VD")
+    return Case(name, "log_prob", make, call, {law: laws[law] for law in only or laws}, graded, device_sized, kind=kind)
 
 
 def cases(program: Program) -> list[Case]:
@@ -86,6 +91,9 @@ def cases(program: Program) -> list[Case]:
         case("K 1024", 5, 2 * group, 1024),
         case("subnormal", 2, 300, 128, "subnormal"),
         case("more columns than a chunk", 3, 16384 + group + 1, 16),
+        # 605 groups: 37 or 38 a rank at degree 16
+        case("glm-5.2's groups", 2, 154880, 16, only=("shard",)),
+        case("glm-5.2, 5 rows", 5, 154880, 6144, device_sized=True, only=("row", "shard", "repeat")),
         case("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
         case("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
         case("qwen3-8b, 450 rows, by chunks", 450, 151936, 4096, temperature=True, device_sized=True),
