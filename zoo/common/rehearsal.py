@@ -38,10 +38,14 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Push:
-    """`counts[n]` rows of sequence n after `contexts[n]` tokens."""
+    """`counts[n]` rows of sequence n after `contexts[n]` tokens; a decode step draws, a prefill is scored."""
 
     counts: tuple[int, ...]
     contexts: tuple[int, ...]
+
+    @property
+    def decodes(self) -> bool:
+        return set(self.counts) == {1}
 
     @property
     def doing(self) -> str:
@@ -106,16 +110,18 @@ def rehearse(
 
 
 def _run(model: ForServing, push: Push, page_size: int | None) -> None:
-    """One push, what is drawn from its last rows in every way, and the scores of its rows."""
+    """One push, and what is drawn from its last rows in every way, or the scores of its rows."""
     device = model.device
     rows = Rows.pushed(list(push.counts), list(push.contexts), device)
     memory, table_NB = _memory(model, push, page_size)
     ids_R = torch.zeros(rows.count, dtype=torch.int64, device=device)
     hidden_RD = model.prefill(ids_R, rows, memory, table_NB)
     logits_NV = model.logits(hidden_RD.index_select(0, rows.starts_N1[1:].long() - 1))
-    for params in KINDS:
-        sample(logits_NV, RowSampling.of([params] * len(push.counts), list(rows.lengths_N.tolist()), device), model.program)
-    model.log_prob(hidden_RD, torch.zeros(rows.count, dtype=torch.int64))
+    if push.decodes:
+        for params in KINDS:
+            sample(logits_NV, RowSampling.of([params] * len(push.counts), rows.lengths_N.tolist(), device), model.program)
+    else:
+        model.log_prob(hidden_RD, torch.zeros(rows.count, dtype=torch.int64))
 
 
 def _memory(model: ForServing, push: Push, page_size: int | None) -> tuple[Memory, torch.Tensor]:

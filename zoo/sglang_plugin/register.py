@@ -41,7 +41,6 @@ hooked method at all, who notices is said here.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +64,6 @@ REQUESTS = "managers.tokenizer_manager.TokenizerManager"
 RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
-LARGEST_REHEARSED = 8192  # rows of a push, where SGLang's chunks have no bound
-LARGEST_BATCH = 256  # sequences, where it names none
 UPDATE_FORMATS = (None, "flattened_bucket")  # of tensors: those that go through the model's load_weights
 
 
@@ -130,7 +127,6 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
-    _rehearse(runner.model.zoo, args)
     runner.sampler.program = runner.model.zoo.program
     runner.sampler.weights = runner.model.weights
     assert_active(runner)
@@ -143,28 +139,6 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     if PROGRAMS[args.attention_backend] == "aligned" and made["qualification"] != "qualified":
         logger.warning("zoo: not every faster provider is qualified on this GPU and toolchain: run `zoo qualify` once; bytes are the same")
     return result
-
-
-def _rehearse(model: Any, args: Any) -> None:
-    """Compiles what will be launched, over memory that is given back before SGLang measures what is left."""
-    import torch
-
-    from zoo.common.rehearsal import rehearse
-    from zoo.sglang_plugin.options import resolved
-
-    if model.device.type != "cuda":
-        return
-    given = resolved(args)
-    chunk = given.chunked_prefill_size
-    began = time.monotonic()
-    found = rehearse(
-        model,
-        chunk_rows=chunk if chunk > 0 else LARGEST_REHEARSED,
-        max_batch=given.max_running_requests or LARGEST_BATCH,
-        page_size=given.page_size,
-    )
-    torch.cuda.empty_cache()
-    logger.info("zoo: %d kernel variants were compiled in %.0f s before the first request", found, time.monotonic() - began)
 
 
 def register_classes() -> None:
@@ -229,7 +203,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
             "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
             "drawn_in_graphs": 0 if draws is None else draws.drawn,
-            "compilations": seen.after_ready,
+            "compilations": len(seen.found),
         }
     return result
 
