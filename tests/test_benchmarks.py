@@ -112,7 +112,18 @@ def test_every_op_is_one_of_ours() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["linear", "experts", "attention", "gated_delta", "layer_norm", "head_linear", "biased_route", "select", "sparse_attention"],
+    [
+        "linear",
+        "experts",
+        "packed_experts",
+        "attention",
+        "gated_delta",
+        "layer_norm",
+        "head_linear",
+        "biased_route",
+        "select",
+        "sparse_attention",
+    ],
 )
 def test_an_op_gives_whole_rows(name: str) -> None:
     torch.manual_seed(0)
