@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,3 +65,24 @@ def test_graphs_follow_new_weights() -> None:
     assert after == [numbers(record) for record in Engine(other, pages=16, graphs=False).generate(*zip(*REQUESTS, strict=True))]
     assert after != [numbers(record) for record in before]
     assert engine.stats.graph_rows == engine.stats.prefill_rows > 0
+
+
+def test_the_likeliest_tokens_and_a_stream_beside_graphs() -> None:
+    """Both read what graphs made; neither moves a byte of it."""
+    model = Qwen3ForServing.from_config(CONFIGS["dense"], seed=1, device="cuda")
+    trainer = Qwen3ForRL.from_config(CONFIGS["dense"], seed=1, device="cuda")
+    prompts = [prompt for prompt, _ in REQUESTS]
+    params = [asked for _, asked in REQUESTS]
+    plain = Engine(model, pages=24).generate(prompts, params)
+    records = Engine(model, pages=24).generate(prompts, params, top_log_probs=3)
+    bare = [replace(record, top_ids=None, top_log_probs=None) for record in records]
+    assert [numbers(record) for record in bare] == [numbers(record) for record in plain]
+    for record in records:
+        ids = [*record.prompt_ids, *record.output_ids]
+        with torch.no_grad():
+            scores = trainer.score(ids, [0, len(ids)], sampling=record.sampling, top_k=3)
+        rows = slice(len(record.prompt_ids) - 1, len(ids) - 1)
+        assert record.top_ids == tuple(map(tuple, scores.top_ids_RK[rows].tolist()))
+        assert record.top_log_probs == tuple(map(tuple, scores.top_log_prob_RK[rows].tolist()))
+    ended = {token.prompt: token.completion for token in Engine(model, pages=24).stream(prompts, params) if token.completion is not None}
+    assert [numbers(ended[place]) for place in range(len(prompts))] == [numbers(record) for record in plain]
