@@ -17,7 +17,7 @@ import zoo
 from weights_tools.make_tiny import make_tiny
 from zoo.common.shards import read_shard
 from zoo.deepseek_v4 import SIZES, DeepseekV4Config, DeepseekV4ForRL, DeepseekV4ForServing
-from zoo.deepseek_v4.config import HEAVY, PUBLISHED_TINY, SPARSE, WINDOW
+from zoo.deepseek_v4.config import HEAVY, PUBLISHED_TINY, SPARSE, WINDOW, Rates
 from zoo.deepseek_v4.weights import saved
 
 TOKENS = 140
@@ -243,7 +243,7 @@ def test_a_tiny_published_folder(tmp_path: Path) -> None:
     trainer = zoo.load(tmp_path / "tiny", role="rl", device="cpu")
     assert isinstance(trainer, DeepseekV4ForRL)
     assert isinstance(zoo.load(tmp_path / "tiny", role="serving", device="cpu"), DeepseekV4ForServing)
-    assert replace(trainer.config, published={}) == replace(SIZES["tiny"], eos=(1,), mtp_layers=1)
+    assert replace(trainer.config, published={}) == replace(SIZES["tiny"], rates=Rates(4, 128), mtp_layers=1)
     trainer.save_pretrained(tmp_path / "back")
     for file in (tmp_path / "tiny").iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
@@ -263,7 +263,7 @@ def test_a_tiny_published_folder(tmp_path: Path) -> None:
         ({"layer_types": [WINDOW, SPARSE, SPARSE, SPARSE, HEAVY]}, f"layer_types makes layer 2 {SPARSE}, compress_ratios {HEAVY}"),
         ({"layer_types": [WINDOW, SPARSE]}, "layer_types must name 5 layers 'sliding_attention' or"),
         ({"layer_types": ["full_attention"] * 5}, "layer_types must name 5 layers"),
-        ({"compress_rates": {SPARSE: 4, HEAVY: 128}}, "compress_ratios holds 16, the rate of heavily_compressed_attention is 128"),
+        ({"compress_rates": {SPARSE: 4, HEAVY: 16}}, "compress_ratios holds 128, the rate of heavily_compressed_attention is 16"),
         ({"compress_rates": {SPARSE: 4, HEAVY: 4}, "compress_ratios": [0, 4, 4, 4, 4]}, "both have rows of 4 tokens"),
         ({"mlp_layer_types": ["hash_moe", "moe", "moe", "moe", "moe"]}, "mlp_layer_types and num_hash_layers 2 disagree"),
         ({"num_hash_layers": -1}, "num_hash_layers must be an integer of at least 0"),

@@ -426,7 +426,7 @@ PUBLISHED_TINY: dict[str, Any] = {
     "o_groups": 2,
     "o_lora_rank": 32,
     "sliding_window": 16,
-    "compress_ratios": [0, 4, 16, 4, 16, 0],
+    "compress_ratios": [0, 4, 128, 4, 128, 0],
     "compress_rope_theta": 160000,
     "index_n_heads": 32,
     "index_head_dim": 16,
@@ -455,7 +455,7 @@ PUBLISHED_TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "bos_token_id": 0,
-    "eos_token_id": 1,
+    "eos_token_id": 2,
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
