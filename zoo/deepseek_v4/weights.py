@@ -129,7 +129,7 @@ def _mixture(config: DeepseekV4Config, hashed: bool, ours: str, theirs: str) -> 
     shared = f"{theirs}.shared_experts"
     if hashed:
         shape = (config.vocabulary, config.experts_per_token)
-        names = single(f"{ours}.route.table", f"{theirs}.gate.tid2eid", shape, dtype=torch.int64, trainable=False, cut=Cut())
+        names = single(f"{ours}.route.table", f"{theirs}.gate.tid2eid", shape, dtype=torch.int64, trainable=False)
         route = replace(names, below=count)
     else:  # published without a gradient: it is in no weight, only in the choice
         route = _wide(f"{ours}.route.bias", f"{theirs}.gate.bias", (count,), trainable=False)
@@ -144,8 +144,8 @@ def _mixture(config: DeepseekV4Config, hashed: bool, ours: str, theirs: str) -> 
         route,
         Entry(f"{ours}.experts.gate_up", (gate_up,)),
         Entry(f"{ours}.experts.down", (down,)),
-        stacked_rows(f"{ours}.shared.gate_up.weight", hidden, [(f"{shared}.{name}.weight", width, None) for name in ("w1", "w3")]),
-        single(f"{ours}.shared.down.weight", f"{shared}.w2.weight", (hidden, width)),
+        stacked_rows(f"{ours}.shared.gate_up.weight", hidden, [(f"{shared}.{name}.weight", width, Cut()) for name in ("w1", "w3")]),
+        single(f"{ours}.shared.down.weight", f"{shared}.w2.weight", (hidden, width), cut=Cut(1)),
     ]
 
 
