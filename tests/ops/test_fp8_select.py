@@ -217,12 +217,12 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
         ops.fp8_select(given["q"], given["gates"], CodedRows(given["codes"], given["scales"]), rows, given["top_k"], program=CPU)
 
 
-def test_a_gpu_s_shapes_have_one_provider_each() -> None:
-    """Which of the two runs depends on the geometry alone, and no shape has two."""
+def test_a_gpu_s_geometry_names_the_class() -> None:
+    """By heads and width alone, and each class has one provider, which serves what is named so."""
     cuda = Program("aligned", "cuda", "bfloat16")
-    ours = [p for p in ops.CONTRACTS["fp8_select"].providers if p.device == "cuda"]
-    assert {p.byte_class for p in ours} == {cuda.byte_class("fp8_select")}
+    providers = {p.byte_class: p for p in ops.CONTRACTS["fp8_select"].providers if p.device == "cuda"}
+    assert len(providers) == 2
     for heads, width in ((32, 128), (64, 128), (32, 32), (16, 128), (32, 40), (4, 16)):
-        assert [p.name for p in ours if p.serves(heads, width)] == [
-            "deepgemm" if heads in (32, 64) and width in (32, 64, 128) else "triton"
-        ]
+        chosen = providers[cuda.byte_class("fp8_select", (heads, width))]
+        assert chosen.name == ("deepgemm" if heads in (32, 64) and width == 128 else "triton") and chosen.serves(heads, width)
+    assert cuda.byte_classes("fp8_select") == {"lane_sums": "", "deepgemm_scores": "32x128 and 64x128"}

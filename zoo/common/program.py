@@ -96,7 +96,7 @@ _ALIGNED = Specification(
             "head_linear": "fixed_k",
             "biased_route": "fp32",
             "select": "pair_tree",
-            "fp8_select": "deepgemm_scores",
+            "fp8_select": "lane_sums",
             "sparse_attention": "list_tiles",
             "hyper_pre": "pair_tree",
             "hyper_post": "pair_tree",
@@ -111,8 +111,14 @@ _ALIGNED = Specification(
             "sample": "fixed_point",
         },
     },
-    # latent rows of 576 columns with values of 512: the one geometry that FlashMLA's sparse kernel and our models share
-    by_geometry={"cuda": {"sparse_attention": (((576, 512), "flash_mla"),)}},
+    # latent rows of 576 columns with values of 512: the one geometry that FlashMLA's sparse kernel and our models share; index heads and
+    # widths at which DeepGEMM's packed and paged scorers were found to have the same bytes
+    by_geometry={
+        "cuda": {
+            "sparse_attention": (((576, 512), "flash_mla"),),
+            "fp8_select": (((32, 128), "deepgemm_scores"), ((64, 128), "deepgemm_scores")),
+        }
+    },
     # FA4's key tile divides each: 128 up to head dim 128, 80 at 256. The reference's grid is small so that tests cross it.
     key_segments={"cuda": ((128, 2048), (256, 2080)), "cpu": ((256, 256),)},
     captures=True,
@@ -199,8 +205,11 @@ class Program:
 
     def byte_classes(self, op: str) -> dict[str, str]:
         """Every class that `op` belongs to at some shape -> at which, in words: empty for all others."""
-        geometries = PROGRAMS[self.name].geometries(self.device, op)
-        return {self.byte_class(op): "", **{byte_class: "x".join(map(str, begins)) for begins, byte_class in geometries}}
+        found = {self.byte_class(op): ""}
+        for begins, byte_class in PROGRAMS[self.name].geometries(self.device, op):
+            where = "x".join(map(str, begins))
+            found[byte_class] = f"{found[byte_class]} and {where}" if found.get(byte_class) else where
+        return found
 
 
 def specification(name: str) -> Specification:

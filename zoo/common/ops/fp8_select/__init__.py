@@ -31,13 +31,8 @@ def _cached(arguments: Arguments) -> dict[str, Cached]:
     return {"index_codes": Cached(keys.codes), "index_scales": Cached(keys.scales)}
 
 
-def scored_by_deepgemm(heads: int, width: int) -> bool:
-    """The geometries whose bytes were compared (heads) and that DeepGEMM compiles for Hopper (widths)."""
-    return heads in (32, 64) and width in (32, 64, 128)
-
-
-def _scored_by_triton(heads: int, width: int) -> bool:
-    return not scored_by_deepgemm(heads, width)
+def _scored_by_deepgemm(heads: int, width: int) -> bool:
+    return heads in (32, 64) and width == 128
 
 
 class Functions(NamedTuple):
@@ -83,12 +78,12 @@ CONTRACT = Contract(
     laws=("row", "split", "place", "repeat"),
     backward="none: integers have no gradient, and a published indexer is not trained",
     launch="training scores packed rows by DeepGEMM's packed kernel, a decode step by its paged one where pages of 64 tokens keep a page's "
-    "codes before its scales; other pages are packed first. Rows are scored in blocks, so no [R, R] scores are held. Triton scores the "
-    "shapes that DeepGEMM has no kernel for: where both could run their bytes differ, so each shape has one of them",
+    "codes before its scales; other pages are packed first. Rows are scored in blocks, so no [R, R] scores are held. Triton scores all "
+    "other shapes, by the same rule and to other bytes: another class, which a program names by heads and width",
     providers=(
         Provider("reference", "reference", "cpu", _reference, defining=True),
-        Provider("deepgemm", "deepgemm_scores", "cuda", _deepgemm, needs=("deep_gemm",), serves=scored_by_deepgemm, defining=True),
-        Provider("triton", "deepgemm_scores", "cuda", _triton, serves=_scored_by_triton, defining=True),
+        Provider("deepgemm", "deepgemm_scores", "cuda", _deepgemm, needs=("deep_gemm",), serves=_scored_by_deepgemm, defining=True),
+        Provider("triton", "lane_sums", "cuda", _triton, defining=True),
     ),
     shape=_shape,
     history="keys",
