@@ -112,7 +112,8 @@ class Forgetful(PagedCompressed):
 @torch.no_grad()
 def test_a_late_row_or_a_lost_window_is_caught(fault: type[PagedCompressed], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, server = FAMILY.twins("all kinds")
-    documents, plan = FAMILY.documents("all kinds", LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
+    documents = FAMILY.documents("all kinds", LENGTHS)
+    plan = split_plans(LENGTHS, (16,))["in pieces of 7"]
     assert_same_bytes(pushed(server, documents, plan)[0], scores(trainer, documents))
     monkeypatch.setattr("zoo.common.memory.compressed.PagedCompressed", fault)
     with pytest.raises(LawBroken):
@@ -122,9 +123,11 @@ def test_a_late_row_or_a_lost_window_is_caught(fault: type[PagedCompressed], mon
 @torch.no_grad()
 def test_the_choice_matters() -> None:
     """The control of every comparison above: rows beyond top_k compressed ones read others than all of them, earlier rows the same."""
-    trainer, documents = FAMILY.trainer("all kinds"), FAMILY.documents("all kinds", LENGTHS)
+    trainer = FAMILY.trainer("all kinds")
+    documents = FAMILY.documents("all kinds", LENGTHS)
     every = DeepseekV4ForRL.from_config(replace(trainer.config, index_top_k=80), seed=1, device="cpu")
-    few, all_ = scores(trainer, documents), scores(every, documents)
+    few = scores(trainer, documents)
+    all_ = scores(every, documents)
     assert_same_bytes([d[:15] for d in few], [d[:15] for d in all_])  # three rows of four tokens, and what comes before a fourth
     assert (few[2][15:] != all_[2][15:]).float().mean() > 0.9
 
@@ -144,7 +147,8 @@ def test_a_mode_that_matters_is_caught(fault: Callable[..., Any]) -> None:
 
 def test_every_parameter_has_a_gradient_or_is_frozen() -> None:
     """Those of the streams' mixers, the pools and the sinks among them."""
-    model, documents = FAMILY.fresh("all kinds"), FAMILY.documents("all kinds", LENGTHS)
+    model = FAMILY.fresh("all kinds")
+    documents = FAMILY.documents("all kinds", LENGTHS)
     ids, starts = packed(documents)
     (-model.score(ids, starts).mean()).backward()
     for name, parameter in model.named_parameters():
@@ -154,8 +158,10 @@ def test_every_parameter_has_a_gradient_or_is_frozen() -> None:
 
 
 def test_each_row_enters_each_op_once() -> None:
-    model, documents = FAMILY.fresh("all kinds"), FAMILY.documents("all kinds", LENGTHS)
-    seen, rows = rows_in_training(model, documents), sum(LENGTHS)
+    model = FAMILY.fresh("all kinds")
+    documents = FAMILY.documents("all kinds", LENGTHS)
+    seen = rows_in_training(model, documents)
+    rows = sum(LENGTHS)
     assert seen["compressed_attention"] == 4 * rows and seen["compressed_select"] == 2 * rows and seen["compress"] == 5 * rows
     assert seen["hyper_pre"] == seen["hyper_post"] == 8 * rows and seen["hyper_head"] == rows
     assert seen["hash_route"] == seen["softplus_route"] == 2 * rows and seen["head_linear"] == 4 * rows
@@ -166,7 +172,8 @@ def test_each_row_enters_each_op_once() -> None:
 
 def plain_index(query: Tensor, weights: Tensor, values: Tensor, gates: Tensor, ape: Tensor, norm: Tensor, turns: Tensor, top_k: int) -> Any:
     """Chosen rows of each token of one document: token by token, row by row, in float64. turns [T, C] are complex."""
-    tokens, width = ape.shape[0], norm.shape[0]
+    tokens = ape.shape[0]
+    width = norm.shape[0]
     turned = 2 * turns.shape[1]
 
     def rotate(x: Tensor, position: int) -> Tensor:

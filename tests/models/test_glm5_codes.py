@@ -97,7 +97,8 @@ class Stale(PagedLatents):
 @torch.no_grad()
 def test_a_late_scale_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, server = FAMILY.twins(KIND)
-    documents, plan = FAMILY.documents(KIND, LENGTHS), split_plans(LENGTHS, (16,))["in pieces of 7"]
+    documents = FAMILY.documents(KIND, LENGTHS)
+    plan = split_plans(LENGTHS, (16,))["in pieces of 7"]
     view = Memory.view
 
     def stale(self: Memory, table: Tensor) -> list[Any]:
@@ -169,13 +170,16 @@ def test_most_of_the_choice_is_the_bf16_selectors() -> None:
 
 
 def test_each_row_enters_the_selector_once() -> None:
-    model, documents = FAMILY.fresh(KIND), FAMILY.documents(KIND, LENGTHS)
-    seen, rows = rows_in_training(model, documents), sum(LENGTHS)
+    model = FAMILY.fresh(KIND)
+    documents = FAMILY.documents(KIND, LENGTHS)
+    seen = rows_in_training(model, documents)
+    rows = sum(LENGTHS)
     assert seen["fp8_select"] == seen["fp8_quantise"] == rows * sum(model.config.full) and not seen["select"]
 
 
 def test_training_goes_through_it() -> None:
-    model, documents = FAMILY.fresh(KIND), FAMILY.documents(KIND, LENGTHS)
+    model = FAMILY.fresh(KIND)
+    documents = FAMILY.documents(KIND, LENGTHS)
     ids, starts = packed(documents)
     (-model.score(ids, starts).mean()).backward()
     for name, parameter in model.named_parameters():
@@ -186,7 +190,8 @@ def test_training_goes_through_it() -> None:
 def test_a_captured_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "captured", rerun)
     server = FAMILY.twins(KIND)[1]
-    plain, padded = Sequences(server, [30, 5, 44], 16), Sequences(server, [30, 5, 44], 16)
+    plain = Sequences(server, [30, 5, 44], 16)
+    padded = Sequences(server, [30, 5, 44], 16)
     for sequences in (plain, padded):
         ids, rows, table = sequences.batch({0: 20, 1: 1, 2: 36})
         server.prefill(ids, rows, sequences.memory, table)

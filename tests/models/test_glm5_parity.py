@@ -175,7 +175,8 @@ class TestParity:
         """Tokens that only one of the two takes have scores nearer to each other than three bits of mantissa tell apart."""
         name = "transformers, coded index"
         monkeypatch.setitem(PROGRAMS, name, PROGRAMS["transformers"].derived(instead=CODED_INDEX))  # type: ignore[arg-type]
-        ids, reference = tokens(), theirs(checkpoint("5.2"), torch.float32)
+        ids = tokens()
+        reference = theirs(checkpoint("5.2"), torch.float32)
         chosen: list[Tensor] = []
         first = reference.model.layers[0].self_attn.indexer
         first.register_forward_hook(lambda module, inputs, output: chosen.append(output[0].long()))

@@ -24,7 +24,9 @@ from zoo.common.shards import header_of, write_shard
 from zoo.common.weights import WeightTable, block_scaled, packed_experts, single
 from zoo.testing import LawBroken, assert_same_bytes
 
-COUNT, HIDDEN, INNER = 4, 64, 32
+COUNT = 4
+HIDDEN = 64
+INNER = 32
 BLOCKS = BlockScaled(4, 8, power_of_two=True)
 SHAPE = (6, 20)
 E8M0 = torch.float8_e8m0fnu
@@ -65,7 +67,8 @@ class Linear(nn.Module):
 class Model(Pretrained):
     def __init__(self, config: Config, program: Program) -> None:
         nn.Module.__init__(self)
-        self.config, self.program = config, program
+        self.config = config
+        self.program = program
         self.plain = nn.Parameter(torch.empty(3, 5, dtype=program.torch_dtype))
         self.experts = PackedExperts(COUNT, HIDDEN, INNER, program, 10.0)
         self.linear = Linear()

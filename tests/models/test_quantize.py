@@ -28,7 +28,9 @@ from zoo.common.shards import write_shards
 from zoo.common.weights import Entry, WeightTable, packed_experts, separate_experts, single
 from zoo.testing import assert_same_bytes
 
-COUNT, HIDDEN, INNER = 3, 64, 32
+COUNT = 3
+HIDDEN = 64
+INNER = 32
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -67,7 +69,8 @@ def table(config: Config) -> WeightTable:
 class Model(Pretrained):
     def __init__(self, config: Config, program: Program) -> None:
         nn.Module.__init__(self)
-        self.config, self.program = config, program
+        self.config = config
+        self.program = program
         self.plain = nn.Parameter(torch.empty(3, 5, dtype=program.torch_dtype))
         self.experts = (PackedExperts if config.packed else Experts)(COUNT, HIDDEN, INNER, program)
 

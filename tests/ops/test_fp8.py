@@ -110,7 +110,8 @@ def test_scales_of_two_at_every_edge(device: str) -> None:
 def test_weight_scales_that_are_exponents(device: str) -> None:
     """Read from E8M0 bytes; with powers of two on both sides and few bits in the codes every sum is exact, whatever its order."""
     draw = torch.Generator().manual_seed(5)
-    n, k = 136, 384
+    n = 136
+    k = 384
     bytes_BG = torch.randint(124, 131, (2, 3), generator=draw).to(torch.uint8)
     scales = Exponents(held=torch.float32).decode(bytes_BG.view(torch.float8_e8m0fnu))
     assert scales.tolist() == [[2.0 ** (b - 127) for b in row] for row in bytes_BG.tolist()]
