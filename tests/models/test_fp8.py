@@ -17,11 +17,11 @@ from weights_tools.make_tiny import make_tiny
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.engine import Engine
 from zoo.common.quantisation import BLOCKS, SCALES, Quantisation
-from zoo.common.registry import model_class
+from zoo.common.registry import architectures, model_class
 from zoo.common.rollouts import SamplingParams
 from zoo.testing import as_integers
 
-ARCHITECTURES = ("qwen3", "qwen3_moe")
+ARCHITECTURES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 IDS = torch.arange(3, 143)
 STARTS = torch.tensor([0, 75, 140])
 
@@ -180,7 +180,8 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, fields: dict[str, An
 def test_programs_and_weights_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="program='fp8' computes with them, dtype=torch.bfloat16 rounds"):
         load(folder, program="aligned")
-    arch = json.loads((folder / "config.json").read_text())["model_type"]
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    arch = next(name for name, (_, architecture) in architectures().items() if kind in architecture.model_types)
     plain = make_tiny(arch, tmp_path / "plain")
     with pytest.raises(ValueError, match="has no quantization_config"):
         load(plain)
@@ -194,9 +195,10 @@ def test_programs_and_weights_that_do_not_fit_are_refused(folder: Path, tmp_path
 
 def test_a_part_of_a_fused_matrix_that_is_kept_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.self_attn.q_proj"]
+    name = next(name for name in names_of_codes(folder) if "q_proj" in name)
+    config["quantization_config"]["modules_to_not_convert"] = [name.removesuffix(".weight")]
     family = model_class(config, "rl").family
-    with pytest.raises(ValueError, match="keeps a part of it as it is: model.layers.0.self_attn.q_proj.weight"):
+    with pytest.raises(ValueError, match="keeps a part of it as it is: .*self_attn.q_proj.weight"):
         family.table(family.config.from_hf(config))
 
 
@@ -206,3 +208,32 @@ def test_names_that_are_kept() -> None:
         assert how.keeps(kept)
     for coded in ("model.layers.0.mlp_gate", "model.layers.10.mlp.gate_proj", "model.layers.7.linear_attn.in_proj_ab"):
         assert not how.keeps(coded)
+
+
+def test_a_vision_language_model_has_its_codes_beside_text_config(tmp_path: Path) -> None:
+    """Names that are kept begin as the whole model's do; they are the text model's names too."""
+    path = make_tiny("qwen3_5", tmp_path / "whole", form="fp8", vision=True)
+    config = json.loads((path / "config.json").read_text())
+    assert "quantization_config" in config and "quantization_config" not in config["text_config"]
+    layer = "model.language_model.layers.0.linear_attn"
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", f"{layer}.in_proj_a", f"{layer}.in_proj_b", f"{layer}.out_proj"]
+    family = model_class(config, "rl").family
+    table = family.table(family.config.from_hf(config))
+    codes = {piece.published for entry in table.entries if entry.codec == BLOCKS for pieces in entry.layouts for piece in pieces}
+    assert f"{layer}.in_proj_qkv.weight" in codes and f"{layer}.out_proj.weight" not in codes
+    assert "model.layers.0.linear_attn.out_proj.weight" not in codes and "model.layers.1.linear_attn.out_proj.weight" in codes
+    trainer = load(path)
+    trainer.save_pretrained(tmp_path / "again")
+    names = sorted(file.name for file in path.iterdir())
+    assert filecmp.cmpfiles(path, tmp_path / "again", names, shallow=False) == (names, [], [])
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    with pytest.raises(ValueError, match="quantization_config stands inside text_config"):
+        family.config.from_hf(config)
+
+
+def test_decay_and_strength_stay_bf16_and_train(tmp_path: Path) -> None:
+    trainer = load(make_tiny("qwen3_5", tmp_path / "fp8", form="fp8"))
+    parameters = dict(trainer.named_parameters())
+    apart = parameters["model.layers.0.mixer.ba.weight"]
+    assert apart.dtype is torch.bfloat16 and apart.requires_grad
+    assert parameters["model.layers.0.mixer.qkvz.weight"].dtype is torch.float8_e4m3fn

@@ -91,6 +91,7 @@ class Geometry(metaclass=_UseCache):
     fixed          fields of one value
     ignored        fields that move no number, beside those of every family
     published      config.json as it was read
+    kept           published names of modules that stay as they are where such a model's matrices are made codes
     quantised      how its matrices are stored as codes, a published field of the families that read such checkpoints
     """
 
@@ -101,6 +102,8 @@ class Geometry(metaclass=_UseCache):
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     use_cache: ClassVar[bool] = False
+
+    kept: ClassVar[tuple[str, ...]] = ("lm_head",)
 
     quantised: Quantisation | None = None
 

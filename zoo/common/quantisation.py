@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,19 @@ class Quantisation:
 
     def keeps(self, module: str) -> bool:
         """Whether the weight of a module is stored as it is, by its published name."""
-        return any(module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") for name in self.kept)
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        return any(".".join(parts[:end]) in self._names or ".".join(parts[-end:]) in self._names for end in ends)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.kept)
+
+    def inside(self, prefix: tuple[str, str]) -> Quantisation:
+        """The same for names that begin with either: a text model's weights have other names inside a larger model."""
+        first, second = prefix
+        other = [f"{b}{name.removeprefix(a)}" for a, b in ((first, second), (second, first)) for name in self.kept if name.startswith(a)]
+        return replace(self, kept=(*self.kept, *other))
 
 
 def read_quantisation(reader: FieldReader, name: str) -> Quantisation | None:
@@ -90,7 +103,7 @@ def in_codes(config: Any) -> Any:
     """The same geometry with its matrices in codes. ValueError for a family that reads no such checkpoint."""
     if "quantised" not in {field.name for field in fields(config)}:
         raise ValueError(f"{config.family} reads no checkpoint in FP8 codes yet")
-    return replace(config, quantised=Quantisation(), published={})
+    return replace(config, quantised=Quantisation(config.kept), published={})
 
 
 def usual_program(config: Any) -> str:
@@ -107,6 +120,7 @@ def quantised(table: WeightTable, how: Quantisation | None, matrices: str) -> We
     """
     if how is None:
         return table
+    how = how.inside(table.prefix)
     entries: list[Entry] = []
     for entry in table.entries:
         coded = {_is_codes(piece, how, matrices) for pieces in entry.layouts for piece in pieces}

@@ -38,6 +38,7 @@ FAMILY = Family(
             usual_size="35b-a3b",
             qualified_sizes=("tiny", "35b-a3b"),
             tiny=PUBLISHED_TINY_MOE,
+            tiny_codes={"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
         ),
     ),
     page_size=_page_size,

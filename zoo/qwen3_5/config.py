@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from zoo.common.config import IGNORED, FieldReader
 from zoo.common.geometry import Fixed, Geometry, Published, eos_of
+from zoo.common.quantisation import FIELD, Quantisation, read_quantisation, write_quantisation
 from zoo.common.reading import shown
 
 CONV_WIDTH = 4
@@ -92,6 +93,7 @@ class Qwen35Config(Geometry):
 
     family: ClassVar = "qwen3_5"
     kinds: ClassVar = TYPES
+    kept: ClassVar = ("lm_head", "embed_tokens", "in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "shared_expert_gate")
     architectures: ClassVar = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
     # intermediate_size of the dense family is published beside the experts' own
     ignored: ClassVar = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size"})
@@ -130,6 +132,7 @@ class Qwen35Config(Geometry):
         int, Published("shared_expert_intermediate_size", FieldReader.integer, only=MOE, otherwise=0, divided="tp")
     ] = 0
     eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    quantised: Annotated[Quantisation | None, Published(FIELD, read_quantisation, write_quantisation)] = None
     wrapped: bool = False
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -145,6 +148,11 @@ class Qwen35Config(Geometry):
     def conv_channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def gates_apart(self) -> bool:
+        """Whether decay and strength have a projection of their own: where the others' weights are codes."""
+        return self.quantised is not None
+
     def first_layers(self, layers: int) -> Qwen35Config:
         """The text model with the first `layers` layers only. ValueError unless one of them has full attention."""
         if not any(self.full[:layers]):
@@ -158,11 +166,13 @@ class Qwen35Config(Geometry):
             return cls(**cls.read(fields), published=fields)
         outer = FieldReader("qwen3_5", fields, WRAPPER)
         around = outer.one_of("model_type", "qwen3_5", "qwen3_5_moe")
-        outer.is_not_quantised()
+        how = read_quantisation(outer, FIELD)
         outer.finish()
         if not isinstance(fields["text_config"], dict):
             raise ValueError(f"qwen3_5: text_config must be an object, it is {shown(fields['text_config'])}")
         text = {"tie_word_embeddings": False, **fields["text_config"]}
+        if text.get(FIELD) is not None:
+            raise ValueError(f"qwen3_5: {FIELD} stands inside text_config, a vision-language model has it beside text_config")
         found = outer.found = cls.read(text)
         if TYPES[text["model_type"]] != around:
             raise ValueError(f"qwen3_5: model_type is {around!r}, and {shown(text['model_type'])} in text_config")
@@ -170,7 +180,7 @@ class Qwen35Config(Geometry):
             # the vision-language class obeys this one, whatever the inner one is
             found["tied"] = outer.boolean("tie_word_embeddings")
         found["eos"] = tuple(dict.fromkeys(found["eos"] + outer.tokens("eos_token_id")))  # trainers add theirs outside text_config
-        return cls(**found, wrapped=True, published=fields)
+        return cls(**{**found, "quantised": how}, wrapped=True, published=fields)
 
     @classmethod
     def check(cls, reader: FieldReader) -> None:
@@ -305,8 +315,9 @@ _VISION: dict[str, Any] = {
 
 def with_vision(fields: dict[str, Any]) -> dict[str, Any]:
     """config.json of the vision-language model around a text model's."""
-    text = {name: value for name, value in fields.items() if name != "architectures"}
+    text = {name: value for name, value in fields.items() if name not in ("architectures", FIELD)}
+    codes = {FIELD: fields[FIELD]} if FIELD in fields else {}
     whole = [name.replace("ForCausalLM", "ForConditionalGeneration") for name in fields["architectures"]]
     tied = fields["tie_word_embeddings"]
     kind = TYPES[fields["model_type"]]
-    return {"architectures": whole, "model_type": kind, "text_config": text, **_VISION, "tie_word_embeddings": tied}
+    return {"architectures": whole, "model_type": kind, "text_config": text, **_VISION, **codes, "tie_word_embeddings": tied}

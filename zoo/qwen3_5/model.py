@@ -76,9 +76,23 @@ class GatedRMSNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """A recurrent layer: a state per value head, decayed and corrected by each row."""
+    """A recurrent layer: a state per value head, decayed and corrected by each row.
 
-    def __init__(self, hidden: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, eps: float, program: Program) -> None:
+    One projection makes queries, keys and values, output gates, strengths and decays; `gates_apart`: another makes the last two.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        eps: float,
+        program: Program,
+        *,
+        gates_apart: bool = False,
+    ) -> None:
         super().__init__()
         self.key_heads = key_heads
         self.value_heads = value_heads
@@ -88,14 +102,19 @@ class GatedDeltaNet(nn.Module):
         values = value_heads * value_dim
         channels = 2 * key_heads * key_dim + values
         self.widths = (channels, values, value_heads, value_heads)
-        self.qkvzba = Linear(hidden, sum(self.widths), program)
+        if gates_apart:
+            self.qkvz = Linear(hidden, channels + values, program)
+            self.ba = Linear(hidden, 2 * value_heads, program)
+        else:
+            self.qkvzba = Linear(hidden, sum(self.widths), program)
+        self.gates_apart = gates_apart
         self.conv = nn.Parameter(torch.empty(channels, 1, CONV_WIDTH, dtype=program.torch_dtype))
         self.gate = DeltaGate(value_heads, program)
         self.norm = GatedRMSNorm(value_dim, eps, program)
         self.out = Linear(values, hidden, program)
 
     def forward(self, x_RD: Tensor, rows: Rows, memory: DeltaMemory, rotary: RotaryTable) -> Tensor:
-        qkv_RC, z_RC, b_RV, a_RV = self.qkvzba(x_RD).split(self.widths, dim=1)
+        qkv_RC, z_RC, b_RV, a_RV = self._projected(x_RD)
         mixed_RC = ops.causal_conv(qkv_RC, computed(self, "conv").squeeze(1), memory.carry, rows, program=self.program)
         keys = 2 * self.key_heads * self.key_dim
         qk_RHK = ops.l2_norm(mixed_RC[:, :keys].unflatten(1, (2 * self.key_heads, self.key_dim)), program=self.program)
@@ -105,6 +124,11 @@ class GatedDeltaNet(nn.Module):
         o_RVE = ops.gated_delta(q_RHK, k_RHK, v_RVE, log_decay_RV, beta_RV, memory.state, rows, program=self.program)
         z_RVE = z_RC.unflatten(1, (self.value_heads, self.value_dim))
         return self.out(self.norm(o_RVE, z_RVE).flatten(1))
+
+    def _projected(self, x_RD: Tensor) -> tuple[Tensor, ...]:
+        if not self.gates_apart:
+            return self.qkvzba(x_RD).split(self.widths, dim=1)
+        return (*self.qkvz(x_RD).split(self.widths[:2], dim=1), *self.ba(x_RD).split(self.widths[2:], dim=1))
 
 
 class MixtureOfExperts(nn.Module):
@@ -150,7 +174,7 @@ def _layer(c: Qwen35Config, program: Program, full: bool) -> DecoderLayer:
     if full:
         mixer = Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, c.eps, program)
     else:
-        mixer = GatedDeltaNet(c.hidden, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.eps, program)
+        mixer = GatedDeltaNet(c.hidden, c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.eps, program, gates_apart=c.gates_apart)
     mlp: MixtureOfExperts | GatedMLP
     if c.experts:
         mlp = MixtureOfExperts(

@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 
+from zoo.common.quantisation import quantised
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.weights import Cut, Entry, Piece, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.qwen3_5.config import CONV_WIDTH, Qwen35Config
 
 # vision and multi-token-prediction weights are published with the text model; they are carried, never used
 CARRIED = (r"model\.visual\..*", r"mtp\..*")
+# that an FP8 checkpoint has in codes; the delta rule's decay and strength, in_proj_a and in_proj_b, stay as they are
+MATRICES = (
+    r"model\.(language_model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj\.weight|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.weight|"
+    r"mlp\.((shared_expert|experts\.\d+)\.)?(gate|up|down)_proj\.weight|mlp\.experts\.(gate_up|down)_proj)"
+)
 WRAPPED = "model.language_model"
 ALONE = "model"
 
@@ -28,7 +34,8 @@ def table(config: Qwen35Config) -> WeightTable:
         entry if entry == other else replace(entry, layouts=entry.layouts + other.layouts)
         for entry, other in zip(_entries(config, first), _entries(config, second), strict=True)
     )
-    return WeightTable(entries, carried=CARRIED, prefix=(f"{WRAPPED}.", f"{ALONE}."))
+    whole = WeightTable(entries, carried=CARRIED, prefix=(f"{WRAPPED}.", f"{ALONE}."))
+    return quantised(whole, config.quantised, MATRICES)
 
 
 def _entries(config: Qwen35Config, root: str) -> list[Entry]:
@@ -81,8 +88,10 @@ def _delta(config: Qwen35Config, ours: str, layer: str) -> list[Entry]:
     keys = (config.key_heads * config.key_dim, config.key_dim)
     mixed = Cut(sections=(keys, keys, (values, config.value_dim)))  # queries, keys and values
     parts = [("qkv", config.conv_channels, mixed), ("z", values, Cut(unit=config.value_dim)), ("b", heads, Cut()), ("a", heads, Cut())]
+    published = [(f"{theirs}.in_proj_{n}.weight", r, cut) for n, r, cut in parts]
+    fused = {"qkvz": published[:2], "ba": published[2:]} if config.gates_apart else {"qkvzba": published}
     return [
-        stacked_rows(f"{ours}.qkvzba.weight", config.hidden, [(f"{theirs}.in_proj_{n}.weight", r, cut) for n, r, cut in parts]),
+        *(stacked_rows(f"{ours}.{name}.weight", config.hidden, some) for name, some in fused.items()),
         single(f"{ours}.conv", f"{theirs}.conv1d.weight", (config.conv_channels, 1, CONV_WIDTH), cut=mixed),
         single(f"{ours}.gate.a_log", f"{theirs}.A_log", (heads,), dtype=torch.float32, cut=Cut()),
         single(f"{ours}.gate.dt_bias", f"{theirs}.dt_bias", (heads,), dtype=torch.float32, cut=Cut()),
