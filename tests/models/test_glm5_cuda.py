@@ -11,11 +11,14 @@ from engine_harness import numbers, page_pools, tokens
 
 from zoo.common.engine import Engine
 from zoo.common.ops.biased_route import Choice
+from zoo.common.program import CODED_INDEX, PROGRAMS
 from zoo.common.rollouts import Completion, SamplingParams
 from zoo.glm5 import SIZES, GLMForRL, GLMForServing
 from zoo.testing import assert_same_bytes
 
 pytestmark = pytest.mark.gpu
+
+CODED = "aligned, coded index"
 
 CONFIGS = {
     "tiny": SIZES["tiny"],
@@ -55,16 +58,29 @@ def mixed(engine: Engine, graph_steps: list[bool]) -> list[Completion]:
         engine.graphs = engine.runner.graphs = graph_steps[step % len(graph_steps)]
         free = torch.tensor(list(engine.scheduler.pool.free), device="cuda")
         for pages in page_pools(engine.scheduler.memory):
-            pages.index_fill_(1, free, torch.nan)
+            if pages.element_size() == 1:  # codes: torch fills none by index
+                pages.view(torch.uint8).index_fill_(1, free, 255)
+            else:
+                pages.index_fill_(1, free, torch.nan)
         done |= {record.request_id: record for record in engine.step()}
         step += 1
     return [done[request_id] for request_id in ids]
 
 
-@pytest.mark.parametrize("kind", tuple(CONFIGS))
-def test_graphs_eager_and_their_mixtures_are_the_trainers_bytes(kind: str) -> None:
-    model = GLMForServing.from_config(CONFIGS[kind], seed=1, device="cuda")
-    trainer = GLMForRL.from_config(CONFIGS[kind], seed=1, device="cuda")
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selector of `fp8` over BF16 weights beside the others."""
+    monkeypatch.setitem(PROGRAMS, CODED, PROGRAMS["aligned"].derived(instead=CODED_INDEX))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize(("kind", "program"), [*((kind, "aligned") for kind in CONFIGS), ("tiny", CODED), ("published layers", CODED)])
+def test_graphs_eager_and_their_mixtures_are_the_trainers_bytes(kind: str, program: str) -> None:
+    """In codes too: by our scorer at the tiny width, by DeepGEMM's two at the published one."""
+    if program == CODED and kind == "published layers":
+        pytest.importorskip("deep_gemm")
+    model = GLMForServing.from_config(CONFIGS[kind], seed=1, device="cuda", program=program)
+    trainer = GLMForRL.from_config(CONFIGS[kind], seed=1, device="cuda", program=program)
     eager = mixed(Engine(model, pages=24, graphs=True), [False])
     for record in eager:
         ids = torch.tensor(record.prompt_ids + record.output_ids, device="cuda")
@@ -81,7 +97,7 @@ def test_graphs_eager_and_their_mixtures_are_the_trainers_bytes(kind: str) -> No
         engine = Engine(model, **{"pages": 24, "graphs": True, **options})
         assert [numbers(record) for record in mixed(engine, pattern)] == expected, pattern
         assert engine.stats.graph_steps > 0
-    other = GLMForServing.from_config(CONFIGS[kind], seed=2, device="cuda")
+    other = GLMForServing.from_config(CONFIGS[kind], seed=2, device="cuda", program=program)
     assert [numbers(record) for record in mixed(Engine(other, pages=24, graphs=True), [True])] != expected
 
 
