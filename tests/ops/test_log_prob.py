@@ -15,6 +15,7 @@ from torch import Tensor
 from zoo.common import ops
 from zoo.common.ops.cases import cases_of, check
 from zoo.common.ops.log_prob import VOCABULARY_CHUNK, WHOLE_LOGITS, reference
+from zoo.common.ops.log_prob.cases import case as made
 from zoo.common.program import Program, resolve
 from zoo.testing import LawBroken, assert_same_bytes
 
@@ -121,6 +122,25 @@ def test_laws_over_the_bound(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LawBroken, match=f"{law} law"):  # the control
         for fault in faults:
             check(case, law, PROGRAM, replace=fault)
+
+
+def test_605_groups_at_degree_16() -> None:
+    """GLM-5.2's vocabulary on up to 16 ranks, of which some have 37 groups and some 38."""
+    drawn = made("605 groups", 2, 154880, 16, group=PROGRAM.vocab_group, only=("shard",))
+    seen = set()
+
+    def logits(hidden: Tensor, weight: Tensor, **names: Any) -> Tensor:
+        seen.add(weight.shape[0])
+        return ops.logits(hidden, weight, **names)
+
+    check(drawn, "shard", PROGRAM, replace={"logits": logits})
+    assert {37 * 256, 38 * 256} < seen
+
+    def fault(hidden: Tensor, weight: Tensor, **names: Any) -> Tensor:
+        return logits(hidden, weight, **names) * (1 + 2.0**-12 * (weight.shape[0] == 37 * 256))
+
+    with pytest.raises(LawBroken, match="shard law"):  # the control: ranks of 37 groups scale theirs
+        check(drawn, "shard", PROGRAM, replace={"logits": fault})
 
 
 def _stats(functions: Any, logits: Tensor, targets: Tensor, columns: int, group: int) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -18,7 +18,7 @@ from zoo.testing import Args, assert_fusion_law, assert_shard_law
 DEGREES = (1, 2, 4, 8, 16)
 
 
-def _case(
+def case(
     name: str,
     rows: int,
     vocabulary: int,
@@ -81,21 +81,20 @@ def _case(
 
 def cases(program: Program) -> list[Case]:
     group = program.vocab_group
-    case = functools.partial(_case, group=group)
+    made = functools.partial(case, group=group)
     return [
-        case("one token", 1, 1, 8),
-        case("one short of a group", 7, group - 1, 33, temperature=True),
-        case("a group", 17, group, 64),
-        case("one over a group", 33, group + 1, 64, "wide"),
-        case("five groups, the last of one", 17, 4 * group + 1, 64, "cancel", temperature=True),
-        case("K 1024", 5, 2 * group, 1024),
-        case("subnormal", 2, 300, 128, "subnormal"),
-        case("more columns than a chunk", 3, 16384 + group + 1, 16),
+        made("one token", 1, 1, 8),
+        made("one short of a group", 7, group - 1, 33, temperature=True),
+        made("a group", 17, group, 64),
+        made("one over a group", 33, group + 1, 64, "wide"),
+        made("five groups, the last of one", 17, 4 * group + 1, 64, "cancel", temperature=True),
+        made("K 1024", 5, 2 * group, 1024),
+        made("subnormal", 2, 300, 128, "subnormal"),
+        made("more columns than a chunk", 3, 16384 + group + 1, 16),
         # 605 groups: 37 or 38 a rank at degree 16
-        case("glm-5.2's groups", 2, 154880, 16, only=("shard",)),
-        case("glm-5.2, 5 rows", 5, 154880, 6144, device_sized=True, only=("row", "shard", "repeat")),
-        case("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
-        case("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
-        case("qwen3-8b, 450 rows, by chunks", 450, 151936, 4096, temperature=True, device_sized=True),
-        case("qwen3-30b-a3b, 64 rows", 64, 151936, 2048, device_sized=True),
+        made("glm-5.2, 5 rows", 5, 154880, 6144, device_sized=True, only=("row", "shard", "repeat")),
+        made("qwen3-8b, 1 row", 1, 151936, 4096, device_sized=True),
+        made("qwen3-8b, 257 rows", 257, 151936, 4096, temperature=True, device_sized=True),
+        made("qwen3-8b, 450 rows, by chunks", 450, 151936, 4096, temperature=True, device_sized=True),
+        made("qwen3-30b-a3b, 64 rows", 64, 151936, 2048, device_sized=True),
     ]
