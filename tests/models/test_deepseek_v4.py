@@ -3,8 +3,11 @@ scores, whatever is cached, preempted or begun at a snapshot; the index against 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +26,12 @@ from model_harness import (
     rows_in_training,
     scores,
 )
+from prefill_harness import Sequences, rerun, same
 from torch import Tensor
 from torch.nn import functional
 
+from tests.models import planted_compressed
+from zoo.common import serving
 from zoo.common.engine import Engine
 from zoo.common.history import OpenWindows, WindowedRows
 from zoo.common.memory import PagedCompressed
@@ -35,6 +41,10 @@ from zoo.common.rows import Rows
 from zoo.deepseek_v4 import SIZES, DeepseekV4ForRL, DeepseekV4ForServing
 from zoo.deepseek_v4.config import HEAVY, SPARSE, WINDOW, Rates
 from zoo.testing import LawBroken, assert_same_bytes, split_plans
+from zoo.verify import ways
+from zoo.verify.shrink import reproduction
+from zoo.verify.subject import Subject
+from zoo.verify.trace import first_divergence
 
 SHAPE: dict[str, Any] = {"heads": 3, "groups": 3, "head_dim": 24, "query_rank": 32, "group_rank": 16, "index_heads": 4, "index_top_k": 3}
 CONFIGS = {
@@ -80,7 +90,7 @@ def test_every_way_to_push_is_training(kind: str) -> None:
             assert_same_states(states, whole_states, name)
 
 
-@pytest.mark.parametrize("lengths", [tuple(range(1, 10)), (127, 128), (129, 133), (255, 257)])
+@pytest.mark.parametrize("lengths", [tuple(range(1, 10)), (127, 128), (129, 133), (255, 257), (511, 513)])
 @torch.no_grad()
 def test_lengths_at_the_edges_of_windows(lengths: tuple[int, ...]) -> None:
     """Packed, and each prefilled in two launches around its last token's window."""
@@ -165,6 +175,49 @@ def test_each_row_enters_each_op_once() -> None:
     assert seen["compressed_attention"] == 4 * rows and seen["compressed_select"] == 2 * rows and seen["compress"] == 5 * rows
     assert seen["hyper_pre"] == seen["hyper_post"] == 8 * rows and seen["hyper_head"] == rows
     assert seen["hash_route"] == seen["softplus_route"] == 2 * rows and seen["head_linear"] == 4 * rows
+
+
+@pytest.mark.parametrize("op", ["compress", "compressed_select", "compressed_attention"])
+def test_planted_fault_is_named_and_reproduced(op: str, tmp_path: Path) -> None:
+    """Cut to one row with the history that it reads, and shown again by a script of its own."""
+    subject = Subject("deepseek_v4", *FAMILY.twins("all kinds"), {})
+    subject.draw((36, 3))
+    documents = [0, 1]
+
+    def found() -> Any:
+        return first_divergence(
+            (subject.trainer, lambda tap: ways.exhaust(ways.train(subject, tap, documents))),
+            (subject.server, lambda tap: ways.exhaust(ways.decode(subject, tap, documents, tail=20))),
+        )
+
+    assert found() is None
+    with planted_compressed.planted(subject.server, op):
+        divergence = found()
+        assert divergence is not None and divergence.key.op == op and divergence.elements >= 1
+        script = reproduction(divergence, tmp_path / "found", ("training", "decode"))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, str(script)], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"{divergence.elements} of " in done.stdout  # training's inputs are the whole document up to the row
+
+
+@torch.no_grad()
+def test_a_captured_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its static rows, run again in place of a replay: padding sequences, and slots beside them."""
+    monkeypatch.setattr(serving, "captured", rerun)
+    server = FAMILY.twins("all kinds")[1]
+    plain, padded = Sequences(server, [30, 5, 44], 16), Sequences(server, [30, 5, 44], 16)
+    for sequences in (plain, padded):
+        ids, rows, table = sequences.batch({0: 20, 1: 1, 2: 36})
+        server.prefill(ids, rows, sequences.memory, table)
+    graph = serving.DecodeGraph(server, padded.memory, 4, 4)
+    for step, live in enumerate(([0, 1, 2], [2, 0], [1, 2, 0], [2], [0, 1])):
+        ids, rows, table = plain.batch(dict.fromkeys(live, 1))
+        wanted = server.decode(ids, rows, plain.memory, table)
+        ids, rows, table = padded.batch(dict.fromkeys(live, 1))
+        assert same(graph.replay(ids, rows.positions_R, table), wanted), f"step {step}"
+        assert all(same(a, b) for a, b in zip(plain.alive(), padded.alive(), strict=True)), f"step {step}"
+    assert not same(graph.replay(ids, rows.positions_R - 1, table), wanted)
 
 
 # the index, written down once more, from its description alone
