@@ -16,12 +16,13 @@ from torch import Tensor
 from weights_tools.make_tiny import make_tiny
 from zoo.common.checkpoint import Checkpoint
 from zoo.common.engine import Engine
-from zoo.common.quantisation import BLOCKS, SCALES, Quantisation
+from zoo.common.quantisation import BLOCKS, SCALES, Quantisation, in_codes
 from zoo.common.registry import architectures, model_class
 from zoo.common.rollouts import SamplingParams
+from zoo.common.values import values
 from zoo.testing import as_integers
 
-ARCHITECTURES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
+ARCHITECTURES = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "glm5")
 IDS = torch.arange(3, 143)
 STARTS = torch.tensor([0, 75, 140])
 
@@ -29,6 +30,12 @@ STARTS = torch.tensor([0, 75, 140])
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param) / "fp8", form="fp8")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what is the same in every family."""
+    return make_tiny("qwen3", tmp_path_factory.mktemp("small") / "fp8", form="fp8")
 
 
 def load(path: Path, role: str = "rl", **given: Any) -> Any:
@@ -100,7 +107,10 @@ def test_a_frozen_base_trains_what_is_beside_it(folder: Path) -> None:
     trainer = load(folder)
     frozen = {name for name, parameter in trainer.named_parameters() if not parameter.requires_grad}
     coded = {entry.ours for entry in trainer.table_of().entries if entry.codec is BLOCKS}
-    assert frozen == coded | {f"{name}{SCALES}" for name in coded}
+    beside = {f"{name}{SCALES}" for name in coded}
+    others = {entry.ours for entry in trainer.table_of().entries if not entry.trainable} - coded - beside
+    assert frozen == coded | beside | others
+    assert all("indexer" in name or name.endswith("route.bias") for name in others)  # which nobody trains in BF16 either
     trainer(IDS, STARTS).logits.square().sum().backward()
     missing = [name for name, parameter in trainer.named_parameters() if parameter.requires_grad and parameter.grad is None]
     assert not missing
@@ -155,9 +165,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS)
-def test_faulty_codes_and_scales_are_named(folder: Path, tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
+def test_faulty_codes_and_scales_are_named(small: Path, tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        load(copied(folder, tmp_path / "faulty", change))
+        load(copied(small, tmp_path / "faulty", change))
 
 
 CONFIGS = [
@@ -170,8 +180,8 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("fields", "said"), CONFIGS)
-def test_what_is_not_built_is_refused_by_name(folder: Path, fields: dict[str, Any], said: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
+def test_what_is_not_built_is_refused_by_name(small: Path, fields: dict[str, Any], said: str) -> None:
+    config = json.loads((small / "config.json").read_text())
     config["quantization_config"] |= fields
     with pytest.raises(ValueError, match=said):
         model_class(config, "rl").family.config.from_hf(config)
@@ -195,10 +205,10 @@ def test_programs_and_weights_that_do_not_fit_are_refused(folder: Path, tmp_path
 
 def test_a_part_of_a_fused_matrix_that_is_kept_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    name = next(name for name in names_of_codes(folder) if "q_proj" in name)
+    name = next(name for name in names_of_codes(folder) if "q_proj" in name or "q_a_proj" in name)
     config["quantization_config"]["modules_to_not_convert"] = [name.removesuffix(".weight")]
     family = model_class(config, "rl").family
-    with pytest.raises(ValueError, match="keeps a part of it as it is: .*self_attn.q_proj.weight"):
+    with pytest.raises(ValueError, match="keeps a part of it as it is: .*self_attn.q(_a)?_proj.weight"):
         family.table(family.config.from_hf(config))
 
 
@@ -237,3 +247,38 @@ def test_decay_and_strength_stay_bf16_and_train(tmp_path: Path) -> None:
     apart = parameters["model.layers.0.mixer.ba.weight"]
     assert apart.dtype is torch.bfloat16 and apart.requires_grad
     assert parameters["model.layers.0.mixer.qkvz.weight"].dtype is torch.float8_e4m3fn
+
+
+def test_what_is_decoded_once_is_decoded_again_after_an_update(tmp_path: Path) -> None:
+    """GLM-5's up-projection of latent rows and its selector's keys: no product of codes, hence values kept beside them."""
+    path = make_tiny("glm5", tmp_path / "fp8", form="fp8")
+    trainer = load(path)
+    attention = trainer.get_submodule("model.layers.0.attention")
+    codes = attention.get_parameter("latent_up")
+    assert codes.dtype is torch.float8_e4m3fn
+    before = scored(trainer)
+    held = values(attention, "latent_up")
+    assert torch.equal(held, BLOCKS.decode(codes, attention.get_parameter(f"latent_up{SCALES}")).bfloat16())
+    published = {name: tensor.clone() for name, tensor in trainer.published_tensors()}
+    for name in ("self_attn.kv_b_proj.weight", "self_attn.indexer.wk.weight"):
+        scale = f"model.layers.0.{name}{SCALES}"
+        server = load(path, "serving")
+        trainer.load_weights([(scale, published[scale] * 2)])
+        assert trainer.weights_version != server.weights_version
+        assert values(attention, "latent_up").data_ptr() == held.data_ptr()  # a CUDA graph reads it there
+        assert name.endswith("wk.weight") or not torch.equal(scored(trainer), before)
+        trainer.load_weights([(scale, published[scale])])
+        assert trainer.weights_version == server.weights_version
+        assert torch.equal(scored(trainer), before)
+    with torch.no_grad():
+        attention.get_parameter(f"latent_up{SCALES}").mul_(2)  # a write that torch counts
+    assert not torch.equal(scored(trainer), before)
+
+
+def test_the_parts_of_a_fused_matrix_have_their_own_rows_of_scales() -> None:
+    """GLM-5.2's q_a (2048 rows, 16 of scales) and kv_a (576 rows, 5): the last block is half a one."""
+    family, architecture = architectures()["glm5"]
+    config = in_codes(architecture.sizes["5.2"].first_layers(1))
+    scales = {entry.ours: entry for entry in family.table(config).entries}["model.layers.0.attention.down.weight_scale_inv"]
+    assert [(piece.start, piece.shape) for piece in scales.layouts[0]] == [(0, (16, 48)), (16, (5, 48))]
+    assert BLOCKS.scales((2048 + 576, 6144)) == (21, 48)

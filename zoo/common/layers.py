@@ -43,7 +43,7 @@ class Linear(nn.Module):
         """From now on the weight is codes with scales beside them. `rule`: of the scales of rows. ValueError for an FP32 result."""
         if self.k_parts != 1 or self.out_dtype is not None:
             raise ValueError("a router or gate with FP32 rows is no product of FP8 codes")
-        _hold_codes(self, name, codec)
+        hold_codes(self, name, codec)
         self.rule = rule
 
     def forward(self, x_RK: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Experts(nn.Module):
 
     def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
         """From now on a weight is codes with scales beside them; both of them must be. `rule`: of the scales of rows."""
-        _hold_codes(self, name, codec)
+        hold_codes(self, name, codec)
         self.rule = rule
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, experts_RK: Tensor, shared_RD: Tensor | None = None) -> Tensor:
@@ -161,7 +161,7 @@ def _packed(*values: int) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
-def _hold_codes(module: nn.Module, name: str, codec: BlockScaled) -> None:
+def hold_codes(module: nn.Module, name: str, codec: BlockScaled) -> None:
     """A parameter becomes codes, and its scales are another beside it; neither is trained."""
     weight = module.get_parameter(name)
     codes = torch.empty_like(weight, dtype=codec.held)

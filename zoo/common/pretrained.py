@@ -31,6 +31,7 @@ from zoo.common.quantisation import CODE_OPS, take_codes
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
 from zoo.common.toolchain import toolchain
+from zoo.common.values import refresh_values
 from zoo.common.weights import Entry, Piece, Places, WeightTable
 
 if TYPE_CHECKING:
@@ -365,6 +366,7 @@ class Pretrained(nn.Module):
         self._changes += 1
         for held in self._held.values():
             held.forget()
+        refresh_values(self)
 
     @property
     def weights_version(self) -> str:

@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from zoo.common.codecs import BlockScaled
 from zoo.common.config import FieldReader
-from zoo.common.layers import Experts, Linear
 from zoo.common.ops.fp8_quantise import FP32_SCALES, GROUP, ScaleRule
 from zoo.common.reading import shown
 from zoo.common.weights import Entry, Piece, WeightTable
@@ -35,6 +34,16 @@ _FIXED = {
     "scale_fmt": (None, True),
     "dequantize": (False, True),
 }
+
+
+@runtime_checkable
+class TakesCodes(Protocol):
+    """A module whose parameters may be codes with scales beside them."""
+
+    def take_codes(self, name: str, codec: BlockScaled, rule: ScaleRule) -> None:
+        """Parameter `name` becomes codes. `rule`: of the scales of rows."""
+
+
 CODE_OPS = ("fp8_quantise", "fp8_linear", "fp8_experts")  # that a model with codes calls besides its family's
 _KEPT = ("modules_to_not_convert", "ignored_layers")
 
@@ -140,7 +149,7 @@ def take_codes(module: nn.Module, table: WeightTable, how: Quantisation) -> None
         if entry.codec == BLOCKS:
             owner, _, name = entry.ours.rpartition(".")
             part = module.get_submodule(owner)
-            if not isinstance(part, Linear | Experts):
+            if not isinstance(part, TakesCodes):
                 raise ValueError(f"{entry.ours} of a {type(part).__name__} can't be FP8 codes")
             part.take_codes(name, BLOCKS, how.rule)
 

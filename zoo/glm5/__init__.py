@@ -30,6 +30,7 @@ FAMILY = Family(
             usual_size="tiny",
             qualified_sizes=("tiny",),
             tiny=PUBLISHED_TINY,
+            tiny_codes={"q_lora_rank": 128, "moe_intermediate_size": 128},
         ),
     ),
     page_size=_page_size,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from zoo.common.config import FieldReader
 from zoo.common.geometry import Fixed, Geometry, Published, eos_of
 from zoo.common.ops.biased_route import Choice, check_groups
+from zoo.common.quantisation import FIELD, Quantisation, read_quantisation, write_quantisation
 from zoo.common.reading import shown
 
 # head_dim is overwritten by transformers with qk_rope_head_dim, and published as something else; the others say how to run, not what.
@@ -142,6 +143,8 @@ class GLMConfig(Geometry):
 
     family: ClassVar = "glm5"
     kinds: ClassVar = {"glm_moe_dsa": "glm_moe_dsa"}
+    # the published list has indexers_proj, of the tensor indexer.weights_proj
+    kept: ClassVar = ("lm_head", "embed_tokens", "mlp.gate", "indexers_proj")
     architectures: ClassVar = {"glm_moe_dsa": "GlmMoeDsaForCausalLM"}
     ignored: ClassVar = UNREAD
     fixed: ClassVar = (
@@ -181,6 +184,7 @@ class GLMConfig(Geometry):
     tied: Annotated[bool, Published("tie_word_embeddings", FieldReader.boolean)] = False
     mtp_layers: Annotated[int, Published("num_nextn_predict_layers", _mtp_layers)] = 0
     eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    quantised: Annotated[Quantisation | None, Published(FIELD, read_quantisation, write_quantisation)] = None
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -191,6 +195,11 @@ class GLMConfig(Geometry):
     def cached(self) -> int:
         """Columns of a token's latent row: keys and values before their up-projection, and the rotated part of all heads' keys."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def keys_apart(self) -> bool:
+        """Whether the selector's keys and its heads' weights are two parameters: where matrices are codes, and the latter are not."""
+        return self.quantised is not None
 
     def first_layers(self, layers: int) -> GLMConfig:
         """The same geometry with the first `layers` layers only."""

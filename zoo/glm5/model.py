@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
-from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable, logits
+from zoo.common.codecs import BlockScaled
+from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable, hold_codes, logits
 from zoo.common.masters import computed
 from zoo.common.memory import LatentMemory
 from zoo.common.ops.biased_route import Choice
 from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
+from zoo.common.values import has_values, hold_values, values
 from zoo.common.walk import CausalModel
 from zoo.glm5.config import LATENT_EPS, GLMConfig
 
@@ -41,10 +43,40 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x_RE, computed(self), computed(self, "bias"), LATENT_EPS, program=self.program)
 
 
+class KeyWeights(nn.Module):
+    """key [E, D] and heads [H, D]: the selector's keys and its heads' weights, one product. Codes of `key` are computed with decoded."""
+
+    def __init__(self, hidden: int, width: int, heads: int, program: Program) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.empty(width, hidden, dtype=program.torch_dtype))
+        self.heads = nn.Parameter(torch.empty(heads, hidden, dtype=program.torch_dtype))
+        self.k_parts = split_k(width + heads, hidden)
+        self.program = program
+
+    def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
+        """The key's weight is codes with scales beside them; rows stay what they are."""
+        hold_codes(self, name, codec)
+        hold_values(self, name, codec, self.program.torch_dtype)
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        key = values(self, "key") if has_values(self, "key") else self.key
+        return ops.linear(x_RD, torch.cat([key, self.heads]), program=self.program, k_parts=self.k_parts)
+
+
 class Indexer(nn.Module):
     """Chooses the tokens that a row attends to. Frozen, and it carries no gradient: a choice has none."""
 
-    def __init__(self, hidden: int, query_rank: int, heads: int, width: int, top_k: int, program: Program) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        query_rank: int,
+        heads: int,
+        width: int,
+        top_k: int,
+        program: Program,
+        *,
+        keys_apart: bool = False,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.width = width
@@ -52,7 +84,11 @@ class Indexer(nn.Module):
         self.program = program
         self.query = Linear(query_rank, heads * width, program)
         # keys, then the heads' weights: two narrow projections of one input
-        self.key_weights = Linear(hidden, width + heads, program, k_parts=split_k(width + heads, hidden))
+        self.key_weights: KeyWeights | Linear
+        if keys_apart:
+            self.key_weights = KeyWeights(hidden, width, heads, program)
+        else:
+            self.key_weights = Linear(hidden, width + heads, program, k_parts=split_k(width + heads, hidden))
         self.norm = LayerNorm(width, program)
 
     @torch.no_grad()
@@ -119,6 +155,11 @@ class LatentAttention(nn.Module):
         if indexer is not None:
             self.indexer = indexer
 
+    def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
+        """latent_up is codes, which are computed with decoded: blocks of 128 rows lie across heads."""
+        hold_codes(self, name, codec)
+        hold_values(self, name, codec, self.program.torch_dtype)
+
     def forward(
         self, x_RD: Tensor, selected_RK: Tensor | None, rows: Rows, memory: LatentMemory, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor]:
@@ -134,7 +175,8 @@ class LatentAttention(nn.Module):
         latents = memory.append(torch.cat([latent_RC, key_rope_R1C[:, 0]], 1), rows)
         q_RHE = self.query_up(query_RC).unflatten(1, (self.heads, self.nope_dim + self.rope_dim))
         nope_RHE, rope_RHE = q_RHE.split((self.nope_dim, self.rope_dim), dim=2)
-        up_HEC = computed(self, "latent_up").unflatten(0, (self.heads, self.nope_dim + self.value_dim))
+        up = values(self, "latent_up") if has_values(self, "latent_up") else computed(self, "latent_up")
+        up_HEC = up.unflatten(0, (self.heads, self.nope_dim + self.value_dim))
         key_up, value_up = up_HEC.split((self.nope_dim, self.value_dim), dim=1)
         absorbed_RHC = ops.head_linear(nope_RHE, key_up.transpose(1, 2), program=self.program)
         turned_RHE = ops.rope(rope_RHE, table, rows.positions_R, program=self.program, neighbours=True)
@@ -203,7 +245,9 @@ class DecoderLayer(nn.Module):
 
 def _layer(c: GLMConfig, program: Program, full: bool, sparse: bool) -> DecoderLayer:
     chosen_by = CodedIndexer if coded_index(program) else Indexer
-    indexer = chosen_by(c.hidden, c.query_rank, c.index_heads, c.index_dim, c.index_top_k, program) if full else None
+    indexer = (
+        chosen_by(c.hidden, c.query_rank, c.index_heads, c.index_dim, c.index_top_k, program, keys_apart=c.keys_apart) if full else None
+    )
     attention = LatentAttention(c.hidden, c.heads, c.query_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.value_dim, indexer, program)
     mlp: MixtureOfExperts | GatedMLP
     if sparse:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from zoo.common.quantisation import quantised
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.weights import Cut, Entry, WeightTable, gated_mlp, separate_experts, single, stacked_rows
 from zoo.glm5.config import GLMConfig
+
+# that an FP8 checkpoint has in codes
+MATRICES = (
+    r"model\.layers\.\d+\.(self_attn\.(q_a_proj|kv_a_proj_with_mqa|q_b_proj|kv_b_proj|o_proj|indexer\.(wq_b|wk))|"
+    r"mlp\.((shared_experts|experts\.\d+)\.)?(gate|up|down)_proj)\.weight"
+)
 
 
 @functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
@@ -33,7 +41,7 @@ def table(config: GLMConfig) -> WeightTable:
             *(_mixture(config, layer) if sparse else gated_mlp(f"{layer}.mlp", f"{layer}.mlp", hidden, config.intermediate)),
         ]
     carried = tuple(rf"model\.layers\.{config.layers + i}\..*" for i in range(config.mtp_layers))
-    return WeightTable(tuple(entries), carried=carried)
+    return quantised(WeightTable(tuple(entries), carried=carried), config.quantised, MATRICES)
 
 
 def _attention(config: GLMConfig, layer: str) -> list[Entry]:
@@ -59,11 +67,21 @@ def _indexer(config: GLMConfig, layer: str) -> list[Entry]:
     key_weights = [(f"{theirs}.wk.weight", config.index_dim, None), (f"{theirs}.weights_proj.weight", config.index_heads, None)]
     entries = [
         single(f"{ours}.query.weight", f"{theirs}.wq_b.weight", (config.index_heads * config.index_dim, config.query_rank)),
-        stacked_rows(f"{ours}.key_weights.weight", config.hidden, key_weights),
+        *_key_weights(config, f"{ours}.key_weights", key_weights),
         single(f"{ours}.norm.weight", f"{theirs}.k_norm.weight", (config.index_dim,)),
         single(f"{ours}.norm.bias", f"{theirs}.k_norm.bias", (config.index_dim,)),
     ]
     return [replace(entry, trainable=False) for entry in entries]  # the choice of tokens has no gradient, transformers trains none either
+
+
+def _key_weights(config: GLMConfig, ours: str, parts: Sequence[tuple[str, int, Cut | None]]) -> list[Entry]:
+    """Keys, then the heads' weights: one parameter, or one each."""
+    if not config.keys_apart:
+        return [stacked_rows(f"{ours}.weight", config.hidden, parts)]
+    return [
+        single(f"{ours}.{name}", published, (rows, config.hidden))
+        for name, (published, rows, _) in zip(("key", "heads"), parts, strict=True)
+    ]
 
 
 def _mixture(config: GLMConfig, layer: str) -> list[Entry]:
