@@ -10,8 +10,10 @@ from torch import Tensor
 
 from zoo.common.history import WindowedRows
 from zoo.common.ops.attention.cases import PagePlace
-from zoo.common.ops.cases import Case, Documents, Draw, Trial, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, repeat
+from zoo.common.ops.compressed_attention import Functions
 from zoo.common.ops.compressed_select.cases import PLACES, push
+from zoo.common.ops.contract import Provider
 from zoo.common.ops.sparse_attention.cases import packed_rows
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -155,4 +157,19 @@ def cases(program: Program) -> list[Case]:
         _case("windows of 128", [260], 1, 16, 128, 3, laws=("row", "split", "repeat")),
         _case("deepseek-v4 csa, 2300 and 5", [2300, 5], 64, 512, 128, 4, 512, laws=("row", "place", "repeat"), device_sized=True),
         _case("deepseek-v4 hca, 2300 and 5", [2300, 5], 64, 512, 128, 128, laws=("row", "place", "repeat"), device_sized=True),
+    ]
+
+
+def products() -> list[Product]:
+    """Widths of DeepSeek-V4 and narrow ones, over several tiles of chosen rows and of the window."""
+
+    def run(provider: Provider[Functions], args: Args) -> Any:
+        history = WindowedRows(args["window_RE"], args["compressed_RE"], args["tokens"], "compressed")
+        operands = (args["q_RHE"], history, args["chosen_RK"], args["sinks_H"], packed_rows(args, "q_RHE"))
+        return provider.functions.forward(*operands, args["window"], args["scale"])[0]
+
+    shapes = ((32, 512), (3, 40))
+    return [
+        Product(f"{heads} heads of {width}", "compressed_attention", _case("", [150, 5], heads, width, 80, 2, 70).make, run)
+        for heads, width in shapes
     ]

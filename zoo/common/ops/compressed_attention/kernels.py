@@ -21,7 +21,7 @@ BLOCK_HEADS = 16
 
 
 @triton.jit
-def _tile(
+def _list_tile(
     q_base,
     rows_ptr,
     source,
@@ -116,7 +116,7 @@ def _compressed_attention(
                 source = page * rows_a_page + place % rows_a_page
             else:
                 source = begin + (place + 1) * TOKENS - 1
-            peak, mass, acc = _tile(
+            peak, mass, acc = _list_tile(
                 q_base, compressed_ptr, source, live, head, scale, peak, mass, acc, HEADS, WIDTH, LANES, BLOCK_H, BLOCK_C, BLOCK_V
             )
             tile += LANES
@@ -133,7 +133,7 @@ def _compressed_attention(
             source = page * PAGE + place % PAGE
         else:
             source = begin + place
-        peak, mass, acc = _tile(
+        peak, mass, acc = _list_tile(
             q_base, window_ptr, source, live, head, scale, peak, mass, acc, HEADS, WIDTH, LANES, BLOCK_H, BLOCK_C, BLOCK_V
         )
         tile += LANES

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from zoo.common.history import CompressedRows
 from zoo.common.ops.attention.cases import PagePlace, laid_out
-from zoo.common.ops.cases import Case, Documents, Draw, Trial, pushes, repeat
+from zoo.common.ops.cases import Case, Documents, Draw, Product, Trial, pushes, repeat
+from zoo.common.ops.compressed_select import Functions
+from zoo.common.ops.contract import Provider
 from zoo.common.ops.sparse_attention.cases import packed_rows
 from zoo.common.program import Program
 from zoo.common.rows import Rows
@@ -136,4 +138,19 @@ def cases(program: Program) -> list[Case]:
         _case("32 heads", [66, 20], 32, 16, 2, 9),
         _case("odd heads and widths", [65, 17], 5, 13, 4, 7, "cancel"),
         _case("deepseek-v4, 2300 and 5", [2300, 5], 64, 128, 4, 512, device_sized=True, laws=("row", "place", "repeat")),
+    ]
+
+
+def products() -> list[Product]:
+    """Heads of DeepSeek-V4 and fewer, one step and two over a head's width; whole numbers, whose order has no near ties."""
+
+    def run(provider: Provider[Functions], args: Args) -> Any:
+        q, weights, key = (args[name] for name in INPUTS)
+        keys = CompressedRows(key, args["tokens"])
+        return provider.functions.forward(q, weights, keys, packed_rows(args, "q_RHE"), args["top_k"])
+
+    shapes = ((64, 128), (5, 40))
+    return [
+        Product(f"{heads} heads of {width}", "compressed_select", _case("", [150, 5], heads, width, 2, 32, "ties").make, run)
+        for heads, width in shapes
     ]

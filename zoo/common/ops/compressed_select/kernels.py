@@ -22,7 +22,7 @@ NOWHERE = torch.iinfo(torch.int64).min
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_row", "columns", "top_k"])
-def _index_scores(
+def _compressed_scores(
     q_ptr,
     weights_ptr,
     keys_ptr,
@@ -103,7 +103,7 @@ def compressed_select(q_RHE: Tensor, weights_RH: Tensor, keys: CompressedRows, r
     for first in range(0, count, step):
         block = min(step, count - first)
         key_RT = torch.empty(block, columns, dtype=torch.int64, device=q.device)
-        _index_scores[(block, triton.cdiv(columns, KEY_TILE))](
+        _compressed_scores[(block, triton.cdiv(columns, KEY_TILE))](
             q,
             weights,
             keys.rows.contiguous(),
