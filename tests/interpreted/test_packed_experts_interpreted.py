@@ -77,10 +77,11 @@ def test_every_tile_has_the_rows_of_the_reference(tile: kernels.Tile, monkeypatc
 
 def test_scales_below_the_normal_numbers() -> None:
     x, chosen, weights = made(3, scales=(0, 3))
-    x *= 2.0**60
+    x *= 2.0**100
     wanted = reference.packed_experts(x, chosen, weights[0], weights[1], *made(3)[2][2:])
     got = kernels.packed_experts_triton(x, chosen, weights[0], weights[1], *made(3)[2][2:])
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=0.0)
+    assert bool((wanted != 0).all())
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -105,7 +106,9 @@ def test_no_rows() -> None:
     assert kernels.packed_experts_backward(x.new_zeros(0, SLOTS, HIDDEN), x[:0], chosen[:0], *weights).shape == (0, HIDDEN)
 
 
-def test_row_law() -> None:
+def test_row_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one tile: NumPy's products depend on their shapes, those of a GPU don't."""
+    monkeypatch.setattr(kernels, "_tile", lambda pairs, experts: kernels.Tile(16, 64, 64, 4, 3))
     x, chosen, weights = made(5)
     whole = kernels.packed_experts_triton(x, chosen, *weights)
     for rows in ([4], [3, 1]):

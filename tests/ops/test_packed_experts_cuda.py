@@ -112,8 +112,8 @@ def test_values_that_are_looked_up(rows: int, scales: tuple[int, int], monkeypat
     x, chosen = rows_of(rows, hidden, count, slots)
     x *= 2.0**100 if scales[0] == 0 else 2.0**-12 if scales[0] == 100 else 1.0
     found = []
-    for lookup in (False, True):
-        monkeypatch.setattr(kernels, "LOOKUP", lookup)
+    for looked_up in (0, 128):
+        monkeypatch.setattr(kernels, "LOOKED_UP", looked_up)
         found.append(kernels.packed_experts_triton(x, chosen, *weights))
     assert bool((found[0] != 0).any()) and bool(found[0].isfinite().all())
     assert_same_bytes(found[1], found[0])
@@ -176,5 +176,5 @@ def test_gradient_of_x_against_float64(rows: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "DEQUANTISE_ROWS", 0)  # all weights before the products: the same order of additions
     assert_same_bytes(kernels.packed_experts_backward(grad, x, chosen, *weights), got)
     monkeypatch.undo()
-    monkeypatch.setattr(kernels, "LOOKUP", not kernels.LOOKUP)
+    monkeypatch.setattr(kernels, "LOOKED_UP", 0)
     assert_same_bytes(kernels.packed_experts_backward(grad, x, chosen, *weights), got)

@@ -29,18 +29,18 @@ from zoo.common.ops.experts.kernels import (
 from zoo.common.ops.swiglu.kernels import silu_times, swiglu_backward
 from zoo.common.ops.tree_kernels import EXACT
 
-LOOKUP = False  # whether BF16 values of codes are looked up by `prmt`, a half of the instructions; no byte depends on it
-DEQUANTISE_ROWS = 512  # mean rows per expert from which dequantising all weights first pays
+LOOKED_UP = 64  # rows of a tile up to which BF16 values of codes are looked up by `prmt`; no byte depends on it
+DEQUANTISE_ROWS = 192  # mean rows per expert from which dequantising all weights first pays
 
 
 def _tile(pairs: int, experts: int) -> Tile:
     """`columns` are those of the output, the rows of a tile's weights: at least 64, so that few rows multiply on wgmma too."""
-    mean = pairs // experts
+    mean = pairs / experts
     if mean <= 8:
-        return Tile(16, 64, 128, 4, 4)
+        return Tile(16, 64, 64, 4, 5) if mean < 1 else Tile(16, 128, 64, 4, 4)
     if mean <= 24:
-        return Tile(32, 64, 128, 4, 4)
-    return Tile(64, 128, 128, 8, 3) if mean <= 64 else Tile(128, 128, 64, 8, 3)
+        return Tile(32, 128, 64, 4, 3)
+    return Tile(64, 128, 64, 4, 3) if mean <= 64 else Tile(128, 64, 64, 4, 3)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def _packed_product(
         SWIGLU=fused,
         LIMIT=limit,
         GROUP=GROUP,
-        LOOKUP=LOOKUP and a.dtype == torch.bfloat16,
+        LOOKUP=tile.rows <= LOOKED_UP and a.dtype == torch.bfloat16,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
