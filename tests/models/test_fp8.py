@@ -282,3 +282,9 @@ def test_the_parts_of_a_fused_matrix_have_their_own_rows_of_scales() -> None:
     scales = {entry.ours: entry for entry in family.table(config).entries}["model.layers.0.attention.down.weight_scale_inv"]
     assert [(piece.start, piece.shape) for piece in scales.layouts[0]] == [(0, (16, 48)), (16, (5, 48))]
     assert BLOCKS.scales((2048 + 576, 6144)) == (21, 48)
+
+
+def test_masters_beside_codes_are_computed_with_rounded(tmp_path: Path) -> None:
+    """Each matrix of GLM-5's selector: codes, and what has a master beside them."""
+    path = make_tiny("glm5", tmp_path / "fp8", form="fp8", layers=2)
+    assert torch.equal(scored(load(path, master_dtype=torch.float32)), scored(load(path)))

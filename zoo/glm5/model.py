@@ -59,8 +59,8 @@ class KeyWeights(nn.Module):
         hold_values(self, name, codec, self.program.torch_dtype)
 
     def forward(self, x_RD: Tensor) -> Tensor:
-        key = values(self, "key") if has_values(self, "key") else self.key
-        return ops.linear(x_RD, torch.cat([key, self.heads]), program=self.program, k_parts=self.k_parts)
+        key = values(self, "key") if has_values(self, "key") else computed(self, "key")
+        return ops.linear(x_RD, torch.cat([key, computed(self, "heads")]), program=self.program, k_parts=self.k_parts)
 
 
 class Indexer(nn.Module):
