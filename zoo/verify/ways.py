@@ -21,6 +21,7 @@ from zoo.common.ops.contract import Cached, Contract, Witness
 from zoo.common.rows import Rows
 from zoo.common.serving import DecodeGraph
 from zoo.common.training import Scores
+from zoo.testing import finite
 from zoo.verify.calls import Call
 from zoo.verify.subject import Subject
 from zoo.verify.trace import Tap
@@ -51,7 +52,7 @@ class Seen:
 
     @functools.cached_property
     def _finite(self) -> dict[str, list[int]]:
-        counts = {name: t.isfinite().flatten(1).sum(1).cumsum(0) for name, t in self.state.items()}
+        counts = {name: finite(t).flatten(1).sum(1).cumsum(0) for name, t in self.state.items()}
         if not counts:
             return {}
         every = iter(torch.cat(list(counts.values())).tolist())  # rows of several tokens are fewer
