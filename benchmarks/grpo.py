@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, check_served, check_server, first_line, geometry
+from benchmarks.serve import end_group
 from zoo.common.engine import Engine
 from zoo.common.registry import architectures
 from zoo.common.rollouts import Completion, SamplingParams
@@ -123,7 +124,7 @@ def launched(folder: Path, options: dict[str, Any]) -> Iterator[str]:
         words += [] if value is True else [str(item) for item in (value if isinstance(value, list) else [value])]
     log = folder.parent / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *words], stdout=out, stderr=out)
+        process = subprocess.Popen([sys.executable, "-m", "sglang.launch_server", *words], stdout=out, stderr=out, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -133,11 +134,7 @@ def launched(folder: Path, options: dict[str, Any]) -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        end_group(process)
 
 
 def _healthy(url: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import socket
@@ -132,7 +133,7 @@ def serving(path: Path, extra: Sequence[str], log: Path, most: float) -> Iterato
                 time.sleep(0.5)
             yield port, time.monotonic() - began
         finally:
-            _end(process)
+            end_group(process)
 
 
 def _answers(port: int) -> bool:
@@ -143,10 +144,8 @@ def _answers(port: int) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The server and its children, which are a process group of their own."""
-    import os
-
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server and its children, which are a process group of their own."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, how)
@@ -172,7 +171,7 @@ def measure(path: Path, name: str, loads: Sequence[Load], folder: Path, record: 
                         before = after
                     record.add(row)
                     print(f"{name} {load.label} {turn}: {row.get('tokens_per_s', row.get('error'))}", flush=True)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: the zoo's server no longer says what it compiled
         record.add({**shared, "kind": "serve", "contender": name, "error": str(error)[:400]})
         print(f"{name}: {error}", flush=True)
 
@@ -185,7 +184,11 @@ def _asked(command: list[str], most: float) -> dict[str, Any]:
         return {"error": f"not done within {most:.0f} s"}
     if done.returncode or not out.exists():
         return {"error": f"exit status {done.returncode}: {(done.stderr or done.stdout)[-300:]}"}
-    return answer_of(out.read_text().splitlines()[-1])
+    lines = out.read_text().splitlines()
+    try:
+        return answer_of(lines[-1] if lines else "")
+    except ValueError as error:
+        return {"error": f"SGLang's benchmark gave no answer: {error}"}
 
 
 def compiled(port: int) -> int:

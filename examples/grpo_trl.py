@@ -133,6 +133,9 @@ def trainer_of(folder: str | Path, work: str | Path, **settings: Any) -> tuple[A
     rl = zoo.load(folder, role="rl", master_dtype=torch.float32)
     server = zoo.load(folder, role="serving")
     assert isinstance(rl, ForRL) and isinstance(server, ForServing)
+    filters = {name: value for name, value in (("top_p", config.top_p), ("top_k", config.top_k), ("min_p", config.min_p)) if value}
+    if filters not in ({}, {"top_p": 1.0}):
+        raise ValueError(f"{filters} filter draws, and TRL scores tokens without filters: leave top_p at 1, top_k at 0 and min_p out")
     params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_completion_length)
     rollouts = Rollouts(Engine(server, seed=config.seed), params)
     trainer = AlignedGRPOTrainer(

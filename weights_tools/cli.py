@@ -23,7 +23,7 @@ command = functools.partial(app.command, cls=Command)
 
 @command("make-tiny")
 def make_tiny(
-    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5, qwen3_5_moe or glm5")],
+    arch: Annotated[str, typer.Argument(help="qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, glm5 or deepseek_v4")],
     out: Annotated[Path, typer.Argument(help="folder to write; must be absent or empty")],
     hidden: Annotated[int | None, typer.Option(help="hidden size")] = None,
     layers: Annotated[int | None, typer.Option(help="number of layers")] = None,

@@ -176,6 +176,9 @@ CONFIGS = [
     ({"activation_scheme": "static"}, "activation_scheme 'static'"),
     ({"surprise": 1}, "unknown field 'surprise'"),
     ({"modules_to_not_convert": [3]}, "must be names of modules"),
+    ({"modules_to_not_convert": "lm_head"}, "must be names of modules"),
+    ({"modules_to_not_convert": 7}, "must be names of modules"),
+    ({"ignored_layers": {"lm_head": 1}}, "ignored_layers in quantization_config must be names of modules"),
 ]
 
 

@@ -117,7 +117,8 @@ class BlockScaled:
         whole = values.new_zeros(*outer, rows * self.rows, columns * self.columns)
         whole[..., : values.shape[-2], : values.shape[-1]] = values
         largest = whole.abs().unflatten(-1, (columns, self.columns)).unflatten(-3, (rows, self.rows)).amax((-3, -1))
-        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scales = largest / LARGEST
+        scales = torch.where(scales > 0, scales, 1.0)  # also where so small a block's scale has no number
         if self.power_of_two:
             scales = next_power_of_two(scales.clamp(min=torch.finfo(torch.float32).tiny))
         # the largest may be divided into a little more than 448, which FP8 has no code for

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -46,7 +47,7 @@ class Compilations:
         self.found: list[Compilation] = []
         self._before_ready = 0
         self._ready = False
-        self._from_triton: list[str] = []
+        self._from_triton: deque[str] = deque()
         self._lock = threading.Lock()
         self._sources: tuple[Callable[[], list[tuple[str, str]]], ...] = (self._triton, _Folder(deep_gemm_folder), _Tables())
 
@@ -65,6 +66,10 @@ class Compilations:
                 LOGGER.warning("%s compiled %s after ready: %s", one.compiler, one.kernel, doing)
         return fresh
 
+    def unready(self) -> None:
+        """What is compiled from here on is expected again, until `ready`."""
+        self._ready = False
+
     def ready(self) -> None:
         """From here on a compilation is one too many."""
         self.look("getting ready")
@@ -72,15 +77,14 @@ class Compilations:
         self._ready = True
 
     def heard(self, name: str) -> None:
-        """Triton compiled the kernel of this name."""
+        """Triton compiled the kernel of this name, in whatever thread."""
         self._from_triton.append(name)
 
     def _triton(self) -> list[tuple[str, str]]:
-        heard = self._from_triton
-        if not heard:
-            return []
-        self._from_triton = []
-        return [("triton", name) for name in heard]
+        found = []
+        while self._from_triton:
+            found.append(("triton", self._from_triton.popleft()))
+        return found
 
 
 class _Folder:

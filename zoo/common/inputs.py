@@ -175,7 +175,7 @@ def _inverse(value: float, dtype: torch.dtype) -> float:
     low, high = TEMPERATURES
     if not math.isfinite(value) or not low <= value <= high:
         raise ValueError(f"temperature must be between {low:g} and {high:g}, not {value!r}: greedy draws are scored at 1")
-    if dtype != torch.float64:
+    if dtype == torch.float32:  # the decimal that a caller wrote, as far as FP32 tells it: six digits, most of seven
         value = float(f"{value:.7g}") if torch.tensor(float(f"{value:.7g}"), dtype=dtype).item() == value else value
     return DrawParams(temperature=value).inverse_temperature
 

@@ -94,9 +94,12 @@ def read_quantisation(reader: FieldReader, name: str) -> Quantisation | None:
     unknown = sorted(set(given) - set(_FIXED) - set(_KEPT))
     if unknown:
         raise ValueError(f"{reader.family}: {name} has the unknown field {shown(unknown[0])}")
-    kept = [module for field in _KEPT for module in given.get(field) or ()]
-    if not all(isinstance(module, str) and module for module in kept):
-        raise ValueError(f"{reader.family}: {_KEPT[0]} in {name} must be names of modules, it is {shown(kept)}")
+    kept: list[str] = []
+    for field in _KEPT:
+        modules = given.get(field) or []
+        if not isinstance(modules, list) or not all(isinstance(module, str) and module for module in modules):
+            raise ValueError(f"{reader.family}: {field} in {name} must be names of modules, it is {shown(modules)}")
+        kept += modules
     return Quantisation(tuple(kept))
 
 

@@ -1,4 +1,7 @@
-"""One rank's weights out of a published checkpoint: its slices of the tensors are read, and nothing else of them."""
+"""One rank's weights out of a published checkpoint: its slices of the tensors are read, and nothing else of them.
+
+Where codes are decoded at load, a whole matrix is read for a slice of it.
+"""
 
 from __future__ import annotations
 

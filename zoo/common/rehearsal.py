@@ -60,7 +60,7 @@ def pushes(chunk_rows: int, max_batch: int, segment: int | None, positions: int)
     """
     within = min(segment or positions, positions)
     beyond = within < positions
-    for count in (*FEW, *range(GRAIN, chunk_rows + 1, GRAIN), chunk_rows):
+    for count in dict.fromkeys((*FEW, *range(GRAIN, chunk_rows + 1, GRAIN), chunk_rows)):
         if count <= min(chunk_rows, positions):
             yield Push((count,), (0,))
     for sequences in (2, 8, 32):
@@ -71,7 +71,7 @@ def pushes(chunk_rows: int, max_batch: int, segment: int | None, positions: int)
     if beyond:
         for count in (2, GRAIN, min(chunk_rows, positions - within)):
             yield Push((min(count, positions - within),), (within,))
-    for batch in (*(b for b in BATCHES if b <= max_batch), max_batch):
+    for batch in dict.fromkeys((*(b for b in BATCHES if b <= max_batch), max_batch)):
         yield Push((1,) * batch, (min(16, positions - 1),) * batch)
         if beyond:
             yield Push((1,) * batch, (within,) * batch)
@@ -95,6 +95,7 @@ def rehearse(
     It takes memory for one push of `chunk_rows` rows, or of `max_batch` sequences of two key segments, and gives it back.
     """
     seen = watch()
+    seen.unready()
     seen.look("before the rehearsal")
     before = len(seen.found)
     planned = list(pushes(chunk_rows, max_batch, model.captured_length or None, model.config.positions))

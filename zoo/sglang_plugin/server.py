@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.common.fingerprint import Fingerprint
+from zoo.common.reading import shown
 from zoo.common.rollouts import Completion, SamplingParams, seed_of_sample
 from zoo.common.rollouts.params import hashed_seed
+from zoo.common.rows import is_whole
 from zoo.sglang_plugin.client import fingerprint, first_words, record, updating
 from zoo.sglang_plugin.requests import SENT_SEEDS, sent
 
@@ -55,6 +57,8 @@ class Server:
 
         ValueError too for an answer that is none, or that other weights drew than the server named.
         """
+        if not is_whole(n) or n < 1:
+            raise ValueError(f"n must be an integer of at least 1, not {shown(n)}")
         given = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(given) != len(prompts):
             raise ValueError(f"{len(given)} sampling parameters for {len(prompts)} prompts")
@@ -73,6 +77,7 @@ class Server:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None) -> str:
         """Through SGLang's own update call; returns the content hash of what is served then. `version` is SGLang's own label.
 
+        ValueError for a label where the server is an `sglang.Engine`, whose call takes none.
         A tied weight comes once: `published_tensors(aliases=False)`.
         """
         if isinstance(self.where, str):
@@ -82,6 +87,8 @@ class Server:
                 answer = self._post("update_weights_from_disk", {"model_path": folder, **label})
             done = (answer.get("success"), answer.get("message")) if isinstance(answer, dict) else (False, answer)
         else:
+            if version is not None:
+                raise ValueError(f"version {shown(version)} is a label of servers with an address; an sglang.Engine's update takes none")
             with updating(self.where):
                 done = self.where.update_weights_from_tensor(list(tensors))
         if not done[0]:

@@ -149,6 +149,7 @@ class Engine:
         if snapshot_stride % memory.grain:
             raise ValueError(f"snapshot_stride must be a multiple of {memory.grain}, not {snapshot_stride}")
         self._released = False
+        self._rehearsed: int | None = None  # what this process had compiled then
         self.weights = WeightsWatch(model)
         self.scheduler = Scheduler(memory, _empty_pool(memory), self.version, slots, chunk_rows, prefix_cache, snapshot_stride)
         self.runner = Runner(model, memory, self.graphs, chunk_rows)
@@ -167,6 +168,7 @@ class Engine:
             page_size=self._page_size,
             progress=self.progress,
         )
+        self._rehearsed = len(watch().found)
         self.stats.compilations = 0
         return found
 
@@ -498,7 +500,7 @@ class Engine:
         if self.device.type == "cuda":
             seen = watch()
             seen.look(f"{len(single)} decode rows and {sum(count for _, count in chunks)} prompt rows of {len(chunks)} sequences")
-            self.stats.compilations = seen.after_ready
+            self.stats.compilations = 0 if self._rehearsed is None else len(seen.found) - self._rehearsed
 
     # memory
 
