@@ -416,7 +416,7 @@ def test_published_schedule() -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config {'quant_method': 'fp8'} is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None in quantization_config is not supported"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported, only 4"),
         ({"qk_head_dim": 64}, "qk_head_dim 64 is not supported, only 48"),

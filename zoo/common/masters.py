@@ -34,6 +34,7 @@ class Held:
         self._master: weakref.ref[nn.Parameter] | None = None
         self._tensor: Tensor | None = None
         self._seen: tuple[int, int] | None = None
+        self._own = 0  # version of what is held, when it was made
         _ALL.add(self)
         _watch_optimizers()
 
@@ -60,7 +61,9 @@ class Held:
 
     def current(self, parameter: nn.Parameter) -> Tensor:
         """The tensor beside the master, made again if the master was written; not to be written."""
-        if self._seen is None or self._seen != _written(parameter) or self._master is None or self._master() is not parameter:
+        stale = self._seen is None or self._seen != _written(parameter) or self._master is None or self._master() is not parameter
+        # somebody wrote into what is published, which is this very tensor
+        if stale or self._tensor is None or self._tensor._version != self._own:
             self.refresh(parameter)
         assert self._tensor is not None
         return self._tensor
@@ -74,6 +77,7 @@ class Held:
         with torch.no_grad():
             self.codec.compute(parameter.detach(), held)
         self._tensor = held
+        self._own = held._version
         self._master = weakref.ref(parameter)
         # a capture runs nothing yet
         self._seen = None if parameter.is_cuda and torch.cuda.is_current_stream_capturing() else _written(parameter)
