@@ -82,7 +82,9 @@ def paged(row_RE: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def test_streams(rows: int, streams: int, width: int, rounds: int) -> None:
     x = floats(1, rows, streams, width)
     mixed = (2 + streams) * streams
-    fn, base, scale = floats(2, mixed, streams * width) * 0.2, floats(3, mixed), floats(4, 3)
+    fn = floats(2, mixed, streams * width) * 0.2
+    base = floats(3, mixed)
+    scale = floats(4, 3)
     how = Sinkhorn(1e-6, 1e-6, rounds)
     found = pre_kernels.hyper_pre(x, fn, base, scale, how)
     wanted = pre_reference.hyper_pre(x, fn, base, scale, how)
@@ -92,7 +94,9 @@ def test_streams(rows: int, streams: int, width: int, rounds: int) -> None:
     assert not torch.allclose(other[1], wanted[1], rtol=2**-10)
     head = (fn[:streams], base[:streams], scale[:1], 1e-6, 1e-6)
     torch.testing.assert_close(head_kernels.hyper_head(x, *head), head_reference.hyper_head(x, *head), rtol=2**-18, atol=2**-20)
-    branch, post, comb = quarters(5, rows, width), quarters(6, rows, streams), quarters(7, rows, streams, streams)
+    branch = quarters(5, rows, width)
+    post = quarters(6, rows, streams)
+    comb = quarters(7, rows, streams, streams)
     x = quarters(8, rows, streams, width)
     wanted_streams = post_reference.hyper_post(branch, x, post, comb)
     assert torch.equal(post_kernels.hyper_post(branch, x, post, comb), wanted_streams)
@@ -163,7 +167,9 @@ def test_compress(window: Window) -> None:
 @pytest.mark.parametrize(("heads", "width", "tokens", "top_k"), [(1, 8, 4, 2), (5, 13, 3, 4), (32, 16, 2, 5), (3, 8, 4, 64)])
 def test_compressed_select(monkeypatch: pytest.MonkeyPatch, pages: bool, heads: int, width: int, tokens: int, top_k: int) -> None:
     monkeypatch.setattr(select_kernels, "HELD", 400)  # so that rows are scored a few at a time
-    q, weights, key = quarters(14, 30, heads, width), quarters(15, 30, heads), quarters(16, 30, width)
+    q = quarters(14, 30, heads, width)
+    weights = quarters(15, 30, heads)
+    key = quarters(16, 30, width)
     weights[18] = torch.nan
     rows = packed()
     keys = CompressedRows(key, tokens)
@@ -190,7 +196,9 @@ def test_compressed_attention(
 ) -> None:
     for module in (attention_kernels, attention_reference):  # so that lists have several tiles
         monkeypatch.setattr(module, "LANES", 16)
-    q, token_rows, pooled = floats(17, 30, heads, width), floats(18, 30, width), floats(19, 30, width)
+    q = floats(17, 30, heads, width)
+    token_rows = floats(18, 30, width)
+    pooled = floats(19, 30, width)
     chosen = lists(LENGTHS, tokens, top_k, 3) if top_k else None
     sinks = floats(20, heads)
     history = WindowedRows(token_rows, pooled if tokens else None, tokens, "compressed")

@@ -206,7 +206,8 @@ def test_a_captured_decode_step_is_an_eager_one(monkeypatch: pytest.MonkeyPatch)
     """Its static rows, run again in place of a replay: padding sequences, and slots beside them."""
     monkeypatch.setattr(serving, "captured", rerun)
     server = FAMILY.twins("all kinds")[1]
-    plain, padded = Sequences(server, [30, 5, 44], 16), Sequences(server, [30, 5, 44], 16)
+    plain = Sequences(server, [30, 5, 44], 16)
+    padded = Sequences(server, [30, 5, 44], 16)
     for sequences in (plain, padded):
         ids, rows, table = sequences.batch({0: 20, 1: 1, 2: 36})
         server.prefill(ids, rows, sequences.memory, table)

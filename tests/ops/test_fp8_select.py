@@ -49,7 +49,8 @@ def test_scores_are_the_transcriptions(heads: int) -> None:
     """To the byte, where a head's product is exact in any order: codes of few bits. Head 8 g + j joins partial j."""
     codes = floats(1, 3, heads, 16).round().to(torch.float8_e4m3fn)
     key = floats(2, 6, 16).round().to(torch.float8_e4m3fn)
-    weights, scales = floats(3, 3, heads).float() * math.pi, floats(4, 6).float().abs() * math.e
+    weights = floats(3, 3, heads).float() * math.pi
+    scales = floats(4, 6).float().abs() * math.e
     found = reference.index_scores(codes, weights, key, scales)
     wanted = [
         [
@@ -116,7 +117,8 @@ def _equal_but_for_products(args: Any, keys: Tensor, position: int, row: int, ow
 def test_no_push_and_no_place_moves_a_choice(drawn: tuple[list[int], Any], seed: int, data: st.DataObject) -> None:
     lengths, case = drawn
     trial = Trial(case, CPU, case.make(seed, "cpu", torch.bfloat16))
-    plan, left = [], list(lengths)
+    plan = []
+    left = list(lengths)
     while any(left):
         step = tuple(data.draw(st.integers(0, n)) if len(plan) < 6 else n for n in left)
         if any(step):
@@ -133,7 +135,9 @@ def test_no_push_and_no_place_moves_a_choice(drawn: tuple[list[int], Any], seed:
 def test_around_2048(last: int) -> None:
     """GLM-5.2's count: the last rows of a document, pushed behind the others, against a stable sort of scores in float64."""
     rows = 3
-    q, gates, key = floats(1, rows, 4, 32), floats(2, rows, 4), floats(3, last, 32)
+    q = floats(1, rows, 4, 32)
+    gates = floats(2, rows, 4)
+    key = floats(3, last, 32)
     key[5:900:7] = key[4:899:7]  # equal scores
     codes, scales = fp8_quantise(key, 1e-10, False)
     pages = CodedRows(codes[None], scales[None], torch.zeros(1, 1, dtype=torch.int32))
@@ -155,7 +159,9 @@ def test_around_2048(last: int) -> None:
 
 
 def test_equal_scores_take_the_lower_place() -> None:
-    q, gates, key = torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 2).bfloat16(), torch.ones(20, 8).bfloat16()
+    q = torch.ones(1, 2, 8).bfloat16()
+    gates = torch.ones(1, 2).bfloat16()
+    key = torch.ones(20, 8).bfloat16()
     key[3] = -1  # below zero, so 0
     key[11] = 2
     codes, scales = fp8_quantise(key, 448.0, False)
@@ -168,7 +174,9 @@ def test_equal_scores_take_the_lower_place() -> None:
 
 def test_a_code_of_nan_counts_nothing_and_a_scale_of_nan_is_flagged() -> None:
     """As the GPU's maximum has it; a NaN that is computed comes with a NaN scale."""
-    q, gates, key = floats(1, 1, 8, 8), floats(2, 1, 8).abs(), floats(3, 20, 8)
+    q = floats(1, 1, 8, 8)
+    gates = floats(2, 1, 8).abs()
+    key = floats(3, 20, 8)
     codes, scales = fp8_quantise(key, 1e-10, False)
     rows = Rows.pushed([1], [19], "cpu")
     table = torch.zeros(1, 1, dtype=torch.int32)
