@@ -237,6 +237,15 @@ def test_a_counted_write_is_seen(name: str) -> None:
     assert_serves(model, plain)
 
 
+def test_a_write_into_what_is_published_is_undone_before_the_next_use() -> None:
+    model = made()
+    with torch.no_grad():
+        before = model.score(IDS, STARTS)
+        for _, tensor in model.published_tensors():
+            tensor.mul_(2)
+        assert_same_bytes(model.score(IDS, STARTS), before)
+
+
 def test_a_write_that_nobody_counts_is_not_seen_until_it_is_told() -> None:
     model = made()
     with torch.no_grad():
