@@ -38,10 +38,16 @@ def test_a_rehearsal_moves_nothing(arch: str) -> None:
     plain = made().generate(PROMPTS, params)
     rehearsed = made()
     before = {name: tensor.clone() for name, tensor in rehearsed.scheduler.memory.tensors().items()}
+    assert before
     rehearsed.rehearse()
     assert all(tensor.equal(before[name]) for name, tensor in rehearsed.scheduler.memory.tensors().items())
     assert rehearsed.stats.compilations == 0
+    assert plain[0].log_probs
     assert [numbers(record) for record in rehearsed.generate(PROMPTS, params)] == [numbers(record) for record in plain]
+    # the control: what is served is written, and other tokens are other numbers
+    after = rehearsed.scheduler.memory.tensors()
+    assert not all(tensor.equal(before[name]) for name, tensor in after.items())
+    assert [numbers(record) for record in made().generate([prompt[::-1] for prompt in PROMPTS], params)] != [numbers(r) for r in plain]
 
 
 def numbers(record: Completion) -> tuple[object, ...]:
