@@ -67,8 +67,8 @@ class Seeded:
         self._count += len(asked)
         return self.inner.generate(asked, each)
 
-    def update_weights(self, tensors: Any, version: str) -> str:
-        return self.inner.update_weights(tensors, version=version)
+    def update_weights(self, tensors: Any) -> str:
+        return self.inner.update_weights(tensors)
 
 
 def engine_options(requests: int, longest: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        sampler.update_weights(trainer.published_tensors(aliases=False), version=f"step {step}")
+        sampler.update_weights(trainer.published_tensors(aliases=False))
         drawn = batch.drawn_R
         mean = sum(rewards) / len(rewards)
         if curves is not None:
@@ -109,6 +110,14 @@ def told(row: dict[str, float]) -> str:
     return f"step {row['step']:3.0f}  reward {row['reward']:.3f}  {mismatch}  loss {row['loss']:+.4f}"
 
 
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="folder or hub id; without one, a tiny random checkpoint")
@@ -116,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--server", help="address of a stock SGLang with the plugin that serves --model; without one, the embedded engine")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--group", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's learning rate; 1e-6 is usual for a real model")
+    parser.add_argument("--rate", type=positive, default=1e-3, help="AdamW's learning rate; 1e-6 is usual for a real model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON a step")
     parser.add_argument("--curves", type=Path, help="a folder that gets curves for TensorBoard")

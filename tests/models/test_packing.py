@@ -60,6 +60,8 @@ def test_what_can_t_be_packed_is_refused(records: list[Completion]) -> None:
         (lambda: packed.split(torch.zeros(3)), r"the packed records have 43 rows, not \[3\]"),
         (lambda: packed.spread([1.0]), r"there are 3 records, not \[1\] numbers"),
         (lambda: packed.differing_bytes(torch.zeros(43).double()), "scores are FP32, not torch.float64"),
+        (lambda: packed.differing_bytes(torch.zeros(43, 2)), r"one score a row, not \[43, 2\]"),
+        (lambda: packed.differing_bytes(Scores(torch.zeros(43))), "a tensor of rows is wanted, not a Scores"),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()

@@ -90,13 +90,27 @@ BAD: dict[str, tuple[Callable[[Qwen3ForRL], Any], str]] = {
         "attention_mask holds 0 .padding. and 1 .a token. only, not -1000000000.0",
     ),
     "mask of NaN": (lambda m: m(PADDED, attention_mask=torch.full((2, 6), torch.nan)), "only, not nan"),
-    "no items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=0), "num_items_in_batch must be above 0, it is 0"),
+    "no items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=0), "num_items_in_batch must be above 0 and finite, it is 0"),
     "no items, a tensor": (
         lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor(0)),
-        "num_items_in_batch must be above 0, it is 0",
+        "num_items_in_batch must be above 0 and finite, it is 0",
     ),
     "two items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor([1, 2])), "must be one number, not a tensor of 2"),
     "text items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch="3"), "num_items_in_batch must be one number, not str"),
+    "true items": (lambda m: m(PADDED, labels=PADDED, num_items_in_batch=True), "num_items_in_batch must be one number, not True"),
+    "endless items": (
+        lambda m: m(PADDED, labels=PADDED, num_items_in_batch=float("inf")),
+        "num_items_in_batch must be above 0 and finite, it is inf",
+    ),
+    "complex items": (
+        lambda m: m(PADDED, labels=PADDED, num_items_in_batch=torch.tensor(1j)),
+        "num_items_in_batch must be one number, not 1j",
+    ),
+    "complex temperatures": (
+        lambda m: m(PADDED, temperature=torch.ones(2, 6, dtype=torch.complex64)),
+        "temperature must be numbers, not torch.complex64",
+    ),
+    "bool temperatures": (lambda m: m(PADDED, temperature=torch.ones(2, 6).bool()), "temperature must be numbers, not torch.bool"),
     "checkpointing settings": (
         lambda m: m.gradient_checkpointing_enable({"use_reentrant": True}),
         "has the setting use_reentrant=False only, not {'use_reentrant': True}",

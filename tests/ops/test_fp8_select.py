@@ -191,6 +191,11 @@ def test_a_code_of_nan_counts_nothing_and_a_scale_of_nan_is_flagged() -> None:
     assert 7 not in found.tolist()[0]
     with pytest.raises(ValueError, match="fp8_select: an earlier token's score is NaN"):
         rows.check_flags()
+    [flag] = [value for value in rows.launch.values() if isinstance(value, torch.Tensor)]
+    rows.launch["derived"] = 1
+    rows.renew()
+    assert rows.launch == {next(iter(rows.launch)): flag} and flag.item() == 0  # in its place: a graph that was captured writes there
+    rows.check_flags()
     quiet = Rows.pushed([1], [19], "cpu")
     ops.fp8_select(q, gates, CodedRows(codes[None], scales[None], table), quiet, 20, program=CPU)  # all are taken, unscored
     quiet.check_flags()

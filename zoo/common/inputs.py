@@ -145,6 +145,9 @@ def same_shape(name: str, given: Tensor, ids: Tensor) -> Tensor:
     return given
 
 
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
 def inverse_temperatures(temperature: float | Tensor | None, batch: Batch) -> Tensor | None:
     """FP32 [R], what logits are multiplied by, as a sampler has it of the same number; None where that is 1 throughout.
 
@@ -157,6 +160,8 @@ def inverse_temperatures(temperature: float | Tensor | None, batch: Batch) -> Te
         if tuple(temperature.shape) != batch.shape:
             given = list(temperature.shape)
             raise ValueError(f"temperature is one number or one a token, {list(batch.shape)}; it has shape {given}")
+        if not temperature.dtype.is_floating_point and temperature.dtype not in WHOLE:
+            raise ValueError(f"temperature must be numbers, not {temperature.dtype}")
         values_R = batch.rows(temperature).detach()
     else:
         number = temperature.item() if isinstance(temperature, Tensor) else temperature

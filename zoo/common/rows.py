@@ -46,13 +46,24 @@ class Rows:
     def flag(self, what: str) -> Tensor:
         """int32 [1] beside the rows, 0 until an op writes another value there: what it found and can't wait to say. See `check_flags`.
 
-        It lies in `launch`, so a captured graph that derives its own starts each replay with 0.
+        It stays where it was made, see `renew`: a graph's own memory is written by the other graphs of its pool before anyone looks.
         """
         key = (FLAG, what)
         if key not in self.launch:
             self.launch[key] = torch.zeros(1, dtype=torch.int32, device=self.positions_R.device)
         flag: Tensor = self.launch[key]
         return flag
+
+    def renew(self) -> None:
+        """Drops what was derived from rows that have changed in place, and sets their flags back to 0.
+
+        Captured, it is how each replay derives its own; flags then lie outside the graph, since the runs before a capture made them.
+        """
+        kept = {key: flag for key, flag in self.launch.items() if isinstance(key, tuple) and key[0] is FLAG}
+        for flag in kept.values():
+            flag.zero_()
+        self.launch.clear()
+        self.launch.update(kept)
 
     def check_flags(self) -> None:
         """ValueError for a flag that an op has set on these rows. It waits for the device if there is any: ask where that is waited for."""

@@ -101,7 +101,7 @@ class ForServing(Pretrained, nn.Module):
             raise ValueError(f"a sequence of {rows.max_length} tokens is longer than the position table of {self.config.positions}")
         if rows.max_length > memory.capacity(page_table_NB):
             raise ValueError(f"{rows.max_length} tokens do not fit a page table of {memory.capacity(page_table_NB)}")
-        rows.launch.clear()  # static rows change in place between calls, and a captured graph must derive its own
+        rows.renew()  # static rows change in place between calls, and a captured graph must derive its own
         hidden_RD = self.hidden_rows(ids_R, rows, memory, page_table_NB)
         return hidden_RD if wanted_W is None else hidden_RD.index_select(0, wanted_W)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -360,8 +361,12 @@ def _mean_loss(log_prob_R: Tensor, targets_R: Tensor, items: Tensor | int | None
     if items is not None and (not isinstance(items, Tensor | Real) or (isinstance(items, Tensor) and items.numel() != 1)):
         given = f"a tensor of {items.numel()}" if isinstance(items, Tensor) else type(items).__name__
         raise ValueError(f"num_items_in_batch must be one number, not {given}")
-    if items is not None and not bool(items > 0):
-        raise ValueError(f"num_items_in_batch must be above 0, it is {float(items):g}")
+    if items is not None:
+        number = items.item() if isinstance(items, Tensor) else items
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ValueError(f"num_items_in_batch must be one number, not {number!r}")
+        if not 0 < number < math.inf:
+            raise ValueError(f"num_items_in_batch must be above 0 and finite, it is {number:g}")
     valid = targets_R != IGNORE
     total = -torch.where(valid, log_prob_R, 0.0).sum()
     return total / (valid.sum().clamp(min=1) if items is None else items)

@@ -110,7 +110,7 @@ class Served(nn.Module):
     @torch.no_grad()
     def hidden_rows(self, ids_R: Tensor, step: Step, backend: PagedBackend) -> Tensor:
         """Final rows [R, D] of a step, kernel by kernel: what runs eagerly and what graphs capture."""
-        step.rows.launch.clear()  # static rows change in place, and each captured graph derives its own
+        step.rows.renew()  # static rows change in place, and each captured graph derives its own
         with ops.watch(_CaptureRouting()) if self._returns_routing else nullcontext():
             return self.zoo.hidden_rows(ids_R, step.rows, backend.pool.during(step), step.table_NB)
 

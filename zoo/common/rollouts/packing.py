@@ -50,12 +50,16 @@ class Packed:
     def differing_bytes(self, scored_R: Tensor) -> int:
         """Bytes of drawn tokens in which `score` with `sampling` differs from what the sampler reported: 0 where both are one program."""
         self._check(scored_R)
+        if scored_R.dim() != 1:
+            raise ValueError(f"one score a row, not {list(scored_R.shape)}")
         if scored_R.dtype != torch.float32:
             raise ValueError(f"scores are FP32, not {scored_R.dtype}")
         mine = scored_R.detach()[self.drawn_R].view(torch.uint8)
         return int((mine != self.sampled_R[self.drawn_R].view(torch.uint8)).sum())
 
     def _check(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor):
+            raise ValueError(f"a tensor of rows is wanted, not a {type(values).__name__}")
         if values.shape[:1] != self.ids_R.shape:
             raise ValueError(f"the packed records have {len(self.ids_R)} rows, not {list(values.shape)}")
 
