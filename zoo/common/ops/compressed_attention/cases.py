@@ -154,6 +154,7 @@ def cases(program: Program) -> list[Case]:
         _case("more heads than a panel", [20, 5], 18, 24, 9, 4, 3, "cancel"),
         _case("large sinks", [31, 2], 2, 32, 8, 4, 3, sink=60.0),
         _case("subnormal", [14, 2], 2, 32, 8, 2, 3, "subnormal"),
+        _case("rows of more tokens than a page", [131, 3], 2, 16, 8, 64, laws=("place",)),
         _case("windows of 128", [260], 1, 16, 128, 3, laws=("row", "split", "repeat")),
         _case("deepseek-v4 csa, 2300 and 5", [2300, 5], 64, 512, 128, 4, 512, laws=("row", "place", "repeat"), device_sized=True),
         _case("deepseek-v4 hca, 2300 and 5", [2300, 5], 64, 512, 128, 128, laws=("row", "place", "repeat"), device_sized=True),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,8 +51,10 @@ def push(lengths: list[int], kept: dict[str, tuple[Tensor, int]], plan: Plan, pl
     """Documents pushed by `plan` into pages at `place`: outputs in packed order and the cached rows of each document.
 
     kept: the packed rows of each tensor of the pages, and how many tokens have one. `step(pages, table, rows, where)` returns the
-    outputs of rows that lie at `where` among the packed ones and are in the pages.
+    outputs of rows that lie at `where` among the packed ones and are in the pages. Pages are made longer until they hold whole rows.
     """
+    whole = math.lcm(place.page_size, *(tokens for _, tokens in kept.values()))
+    place = replace(place, page_size=whole)
     total, owned, table = laid_out(lengths, place)
     pages = {name: compressed_pages(total, place, tokens, row_RE, owned) for name, (row_RE, tokens) in kept.items()}
     outputs: list[tuple[Tensor, Tensor]] = []
