@@ -66,6 +66,9 @@ def verify(
     program: Annotated[
         str | None, typer.Option(help="fp8: random weights in FP8 codes; a checkpoint's own weights say what it is", show_default=False)
     ] = None,
+    shared_weights: Annotated[
+        bool, typer.Option(help="the server reads the trainer's own weights: for a model that fits once, rungs 1 to 4")
+    ] = False,
     json_file: Json = None,
     report: Annotated[Path | None, typer.Option(help="write a self-contained HTML page", show_default=False)] = None,
     reproduction: Annotated[
@@ -92,6 +95,7 @@ def verify(
         store,
         masters,
         program,
+        shared_weights,
     )
     from zoo.verify.run import verify as climb  # torch, which takes seconds
 

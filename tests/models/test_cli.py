@@ -260,6 +260,7 @@ def test_lengths_are_checked_before_models_are_built(
         ("3", (2, 0), "the weights of trainer and server take"),
         ("1-3", (2, 2), "the weights of trainer and server and all gradients twice take"),
         ("4", (3, 0), "the weights of trainer and server and of the scoring process take"),
+        ("1-3 --shared-weights", (1, 2), "the shared weights of trainer and server and all gradients twice take"),
         ("1-5 --no-masters", (3, 3), "of the scoring process, all gradients and AdamW's two averages take"),
         ("1-5", (3, 3), "with FP32 masters, and server and of the scoring process, all gradients and AdamW's two averages take"),
     ],

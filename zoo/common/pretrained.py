@@ -227,6 +227,33 @@ class Pretrained(nn.Module):
             draw_piece(piece, piece.of(parameters[entry.ours]), seed, table, entry, cls.family.recipe)
         return module
 
+    @classmethod
+    def sharing_weights(cls, other: Pretrained) -> Self:
+        """A model of this class on the very parameters of `other`, without a second copy: for a machine that holds a model once.
+
+        A write to one is a write to both, after which `weights_changed()` is called on both. ValueError for a model of another family,
+        for one that wants gradients, and for one with FP32 masters, which serving does not read.
+        """
+        if cls.family is not other.family:
+            raise ValueError(f"{cls.__name__} has no weights of a {type(other).__name__}, another family's")
+        if cls.trainable:
+            raise ValueError(f"{cls.__name__} wants gradients of parameters of its own: share a trainer's weights with a serving model")
+        if other._masters is not None:
+            raise ValueError(f"this {type(other).__name__} has FP32 masters, which serving does not read: load it without master_dtype")
+        module = cls._on_meta(other.config, other.program)
+        shared: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+        for path, part in module.named_modules():
+            theirs = other.get_submodule(path)._parameters
+            for name, parameter in part._parameters.items():
+                held = theirs[name]
+                if parameter is not None and held is not None:
+                    part._parameters[name] = shared.setdefault(id(held), nn.Parameter(held.detach(), requires_grad=False))
+        module.reset_buffers(other.device)
+        module._source = other._source
+        module._ends = other._ends
+        module.weights_changed()
+        return module
+
     def save_pretrained(self, path: str | Path, *, shard_bytes: int = files.SHARD_BYTES, masters: bool = False) -> None:
         """Writes a published-format folder, byte for byte as loaded where nothing was trained. ValueError if `path` is not empty.
 

@@ -37,6 +37,7 @@ class Asked:
     store: Path | None
     masters: bool = True
     program: str | None = None
+    shared_weights: bool = False
 
     @property
     def trains_masters(self) -> bool:
@@ -54,6 +55,7 @@ class Asked:
         words += ["--lengths", ",".join(map(str, self.lengths))] if self.lengths is not None else []
         words += ["--engine", self.engine, "--seed", str(self.seed)]
         words += [] if self.masters == defaults["masters"] else ["--no-masters"]
+        words += ["--shared-weights"] if self.shared_weights else []
         return shlex.join(words)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,10 @@ class Asked:
         check_program(self.program, self.checkpoint)
         if self.layout is not None:
             raise ValueError(f"--layout {self.layout!r} is not supported yet: one device only")
+        if self.shared_weights and 5 in self.rungs:
+            raise ValueError(
+                "--shared-weights: rung 5 hands weights from the trainer to the server, so each needs its own: take --rungs 1-4"
+            )
         if self.engine not in ENGINES:
             raise ValueError(f"--engine {self.engine!r} must be {' or '.join(ENGINES)}")
         if self.engine == "sglang" and not family.sglang:

@@ -13,12 +13,12 @@ from zoo.common.registry import model_class
 
 
 def needed(
-    fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str, *, masters: bool = False
+    fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str, *, masters: bool = False, shared: bool = False
 ) -> tuple[int, str]:
     """Bytes that the rung which holds most has on the device at once, and of what: weights, gradients, averages.
 
-    With `masters` the trainer's parameters are FP32, and what is rounded of them lies beside. Activations and caches are not counted,
-    so that nothing is refused which fits. Nothing is allocated.
+    `shared`: trainer and server hold them once. With `masters` the trainer's parameters are FP32, and what is rounded of them lies
+    beside. Activations and caches are not counted, so that nothing is refused which fits. Nothing is allocated.
     """
     made = model_class(fields, "rl")
     with torch.device("meta"):
@@ -30,7 +30,9 @@ def needed(
     widths = {name: table.parameters[name].held(p.dtype).itemsize * p.numel() for name, p in trainer.named_parameters()}
     gradients = sum(size for name, size in widths.items() if table.parameters[name].trainable)
     both = "the weights of trainer, with FP32 masters, and server" if masters else "the weights of trainer and server"
-    once = 2 * weights + (sum(size for name, size in widths.items() if table.parameters[name].is_master) if masters else 0)
+    copies = 1 if shared else 2
+    both = "the shared weights of trainer and server" if shared else both
+    once = copies * weights + (sum(size for name, size in widths.items() if table.parameters[name].is_master) if masters else 0)
     held = {3: (once, both)}
     # the first of two passes is kept on the CPU, where a GPU's own gradients don't lie
     twice, times = (2, " twice") if device == "cpu" else (1, "")
@@ -51,10 +53,22 @@ def free(device: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def check_room(fields: dict[str, Any], config: Any, device: str, rungs: tuple[int, ...], engine: str, *, masters: bool = False) -> None:
+def check_room(
+    fields: dict[str, Any],
+    config: Any,
+    device: str,
+    rungs: tuple[int, ...],
+    engine: str,
+    *,
+    masters: bool = False,
+    shared: bool = False,
+) -> None:
     """ValueError naming both numbers if the climb can't fit."""
     room = free(device)
-    need, what = needed(fields, config, device, rungs, engine, masters=masters)
+    need, what = needed(fields, config, device, rungs, engine, masters=masters, shared=shared)
     if room is not None and need > room:
-        less = "fewer --layers of random weights, --no-masters or --rungs 3" if masters else "fewer --layers of random weights or --rungs 3"
+        ways = ["fewer --layers of random weights"]
+        ways += ["--no-masters"] if masters else []
+        ways += [] if shared or 5 in rungs else ["--shared-weights"]
+        less = f"{', '.join(ways)} or --rungs 3"
         raise ValueError(f"{what} take {need:,} bytes, {room:,} are free on {device}; {less} take less")

@@ -53,7 +53,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
     config, fields = geometry(asked.arch, asked.checkpoint, asked.size, asked.layers, asked.revision, asked.program)
     if asked.lengths is not None:
         check_lengths(asked.lengths, config.positions)
-    check_room(fields, config, device, asked.rungs, asked.engine, masters=asked.trains_masters)
+    check_room(fields, config, device, asked.rungs, asked.engine, masters=asked.trains_masters, shared=asked.shared_weights)
     if asked.store is not None:
         verdicts.use(asked.store)
     with console.status("building") as status:
@@ -72,6 +72,7 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
             seed=asked.seed,
             masters=asked.trains_masters,
             program=asked.program,
+            shared=asked.shared_weights,
             say=say,
         )
         settings = settings_for(subject, asked.lengths)

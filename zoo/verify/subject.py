@@ -144,19 +144,20 @@ def build(
     seed: int = 0,
     masters: bool = False,
     program: str | None = None,
+    shared: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
-    """Both models, from a checkpoint or from random weights; with `masters` the trainer's parameters are FP32.
+    """Both models, from a checkpoint or from random weights; with `masters` the trainer's parameters are FP32, `shared`: they are the
+    server's too, which holds none of its own.
 
     ValueError for whatever the user got wrong.
     """
     _, fields = geometry(arch, checkpoint, size, layers, revision, program)
     source = {"config": fields, "seed": seed} if checkpoint is None else {"checkpoint": str(checkpoint), "revision": revision}
-    made = []
-    for role in ("rl", "serving"):
-        say(f"building the {'trainer' if role == 'rl' else 'server'}")
-        made.append(load(source, role, device, torch.float32 if masters and role == "rl" else None))
-    trainer, server = made
+    say("building the trainer")
+    trainer = load(source, "rl", device, torch.float32 if masters else None)
+    say("building the server")
+    server = model_class(fields, "serving").sharing_weights(trainer) if shared else load(source, "serving", device)
     assert isinstance(trainer, ForRL) and isinstance(server, ForServing)
     return Subject(arch, trainer, server, source)
 
