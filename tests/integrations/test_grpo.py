@@ -112,7 +112,7 @@ def test_an_engine_that_was_not_updated_is_noticed(grpo: Any, folder: Path, monk
     trainer, server = models(folder)
     monkeypatch.setattr(Engine, "update_weights", lambda self, *given, **named: self.version)
     with pytest.raises(AssertionError, match="drawn by other weights than the trainer's"):
-        list(grpo.train(trainer, Engine(server), PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT))
+        list(grpo.train(trainer, Engine(server, seed=0), PROMPTS, grpo.even_tokens, steps=2, group=2, params=SHORT))
 
 
 def test_advantages_are_of_the_group(grpo: Any) -> None:
