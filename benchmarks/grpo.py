@@ -77,6 +77,7 @@ def engine_options(requests: int, longest: int) -> dict[str, Any]:
     return {
         "attention_backend": "zoo",
         "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
         "context_length": -(-longest // 128) * 128,
         "max_total_tokens": tokens,
         "max_running_requests": requests + 1,
@@ -118,7 +119,7 @@ def launched(folder: Path, options: dict[str, Any]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["--model-path", str(folder), "--port", str(port), "--skip-server-warmup"]
+    words = ["--model-path", str(folder), "--port", str(port)]
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}")
         words += [] if value is True else [str(item) for item in (value if isinstance(value, list) else [value])]

@@ -70,7 +70,7 @@ def train(
     `curves.on_step` is given the same under the names that other trainers use, so that runs lie beside each other.
     """
     params = params or SamplingParams(temperature=1.0, max_new_tokens=16, ignore_eos=True)
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=rate, weight_decay=0.0, fused=True)
     for step in range(1, steps + 1):
         records = sampler.generate(prompts, params, n=group)
         mine = trainer.weights_version

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang, sglang_phases, sglang_proof
+from benchmarks import common, engines, models, models_accuracy, models_parts, ops, rivals, sglang, sglang_phases, sglang_proof, start
 from benchmarks.models_float64 import Widened, float64_of, next_log_prob
 from benchmarks.work import OPS, Place, Work, subset_law
 from zoo.common import ops as ours
@@ -952,3 +952,23 @@ def test_without_sglang_nothing_starts(installed: bool, monkeypatch: pytest.Monk
     assert sglang.main(["qwen3"]) == (0 if installed else 2) and len(started) == installed
     said = capsys.readouterr().err
     assert not said if installed else said.startswith("error: sglang is not installed: ") and said.count("\n") == 1
+
+
+def test_a_start_is_measured_and_odd_requests_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(start, "ODD", ((5, 2, {"top_p": 0.9}),))
+    words = ["qwen3", "--size", "tiny", "--chunk", "64", "--batch", "2", "--device", "cpu"]
+    assert start.main([*words, "--case", "again"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compiled_after"] == 0 and found["late"] == [] and found["seconds"] > 0
+
+    def given(words: Any, case: str, folder: Path) -> dict[str, Any]:
+        return {**found, "compiled_after": int(case == "again"), "late": ["triton _linear: late"] if case == "again" else []}
+
+    monkeypatch.setattr(start, "in_a_process", given)
+    assert start.main(words) == 1  # the control: one that is compiled while requests wait
+    assert "again: compiled after the rehearsal: triton _linear: late" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="alone: .*qwen3 has no size .none."):
+        start.in_a_process(["qwen3", "--size", "none", "--device", "cpu"], "alone", tmp_path)

@@ -46,6 +46,7 @@ def arguments(**changed: Any) -> Any:
         "enable_return_routed_experts": False,
         "disable_radix_cache": False,
         "max_running_requests": None,
+        "skip_server_warmup": True,
     }
     return types.SimpleNamespace(**(values | changed))
 

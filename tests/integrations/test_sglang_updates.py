@@ -322,6 +322,10 @@ def test_stand_in_the_scheduler_knows_a_dummy_start(
     args, model = served(monkeypatch, old, tmp_path / "weights")
     args.load_format = load_format
     args.max_running_requests = 1
+    args.skip_server_warmup = False
+    args.chunked_prefill_size = -1
+    args.max_prefill_tokens = 64
+    args.page_size = 16
     runner = types.SimpleNamespace(server_args=args, model=model, sampler=types.SimpleNamespace())
     runner.memory_saver_adapter = types.SimpleNamespace(region=lambda tag: contextlib.nullcontext())
     monkeypatch.setitem(hooks, "register_classes", lambda: None)
@@ -335,6 +339,7 @@ def test_stand_in_the_scheduler_knows_a_dummy_start(
             hooks["around_initialize"](lambda runner: "loaded", runner)
         model.load_weights(iter(published(old)))
     assert hooks["around_initialize"](lambda runner: "loaded", runner) == "loaded" and asserted == [runner]
+    assert "kernel variants were compiled or found on disk" in caplog.text
     printed = old.fingerprint().weights
     assert ("weights are not there yet" in caplog.text) == (load_format == "dummy") != (printed in caplog.text)
     assert model.weights.flushed == (load_format == "auto")

@@ -20,6 +20,7 @@ from typing import Any
 
 LOGGER = logging.getLogger("zoo.compilations")
 
+FA4_FOLDER = "~/.cache/aligned-zoo/flash-attention"
 FA4_MODULE = "flash_attn.cute.interface"
 
 
@@ -137,6 +138,15 @@ def deep_gemm_folder() -> Path:
     """Where DeepGEMM puts what it compiled: a folder each."""
     named = os.environ.get("DG_JIT_CACHE_DIR")  # noqa: TID251 (where a library writes; no number depends on it)
     return (Path(named) if named else Path.home() / ".deep_gemm") / "cache"
+
+
+def keep() -> None:
+    """Lets FlashAttention 4 keep what it compiles on disk, beside the qualifications, as Triton and DeepGEMM do without being asked.
+
+    It reads that when it is first imported. What a user has set stays.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # noqa: TID251 (no number depends on it)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(FA4_FOLDER).expanduser()))  # noqa: TID251
 
 
 @cache

@@ -240,7 +240,20 @@ class Pretrained(nn.Module):
             raise ValueError(f"{cls.__name__} wants gradients of parameters of its own: share a trainer's weights with a serving model")
         if other._masters is not None:
             raise ValueError(f"this {type(other).__name__} has FP32 masters, which serving does not read: load it without master_dtype")
-        module = cls._on_meta(other.config, other.program)
+        module = cls._on_parameters(other, other.config)
+        module._source = other._source
+        module._ends = other._ends
+        return module
+
+    @classmethod
+    def first_layers_of(cls, other: Self, layers: int) -> Self:
+        """A model of the first `layers` layers of `other`, on its very parameters."""
+        return cls._on_parameters(other, other.config.first_layers(layers))
+
+    @classmethod
+    def _on_parameters(cls, other: Pretrained, config: Any) -> Self:
+        """A model of a geometry whose parameters `other` has, on them."""
+        module = cls._on_meta(config, other.program)
         shared: dict[int, nn.Parameter] = {}  # a tied parameter stays one
         for path, part in module.named_modules():
             theirs = other.get_submodule(path)._parameters
@@ -249,8 +262,6 @@ class Pretrained(nn.Module):
                 if parameter is not None and held is not None:
                     part._parameters[name] = shared.setdefault(id(held), nn.Parameter(held.detach(), requires_grad=False))
         module.reset_buffers(other.device)
-        module._source = other._source
-        module._ends = other._ends
         module.weights_changed()
         return module
 

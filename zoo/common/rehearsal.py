@@ -2,79 +2,23 @@
 
 Kernels compile when a variant is first met: the number of rows picks tiles, the length of the longest sequence picks the attention's
 passes, a filter picks the sampler's kernels. So the rehearsal pushes rows of every count that such a choice can hinge on through the
-whole model, over a memory of its own that is dropped afterwards, and draws and scores with them. No weight and no served byte is touched;
-what was compiled stays in the process and in the compilers' folders on disk, where the next start finds it.
+model's first layers, over a memory of its own that is dropped afterwards, and draws and scores with them. No weight and no served byte is
+touched; what was compiled stays in the process and in the compilers' folders on disk, where the next start finds it. Where a push finds
+something to compile, other processes go through the pushes behind it first, side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from rich.progress import Progress
 
-from zoo.common.compilations import watch
-from zoo.common.memory import Memory
-from zoo.common.ops.sample import sample
-from zoo.common.rollouts import SamplingParams
-from zoo.common.row_sampling import RowSampling
-from zoo.common.rows import Rows
+from zoo.common.compilations import Compilation, keep, watch
+from zoo.common.pushes import Push, pushes, run
+from zoo.common.rehearsing import processes_for, side_by_side
 from zoo.common.serving import ForServing
-
-GRAIN = 64  # rows: the tiles of every product begin at multiples of it
-FEW = (1, 2, 3, 4, 8, 9, 16, 17, 24, 32, 33, 48)  # rows of less than a tile, where kernels of narrow tiles change
-BATCHES = (1, 2, 3, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 192, 256)
-# one of each way to draw: greedy, plain, and every filter, which share their kernels
-KINDS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(seed=0),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=0),
-    SamplingParams(top_k=40, seed=0),
-    SamplingParams(min_p=0.05, seed=0),
-)
-
-
-@dataclass(frozen=True)
-class Push:
-    """`counts[n]` rows of sequence n after `contexts[n]` tokens; a decode step draws, a prefill is scored."""
-
-    counts: tuple[int, ...]
-    contexts: tuple[int, ...]
-
-    @property
-    def decodes(self) -> bool:
-        return set(self.counts) == {1}
-
-    @property
-    def doing(self) -> str:
-        longest = max(a + b for a, b in zip(self.counts, self.contexts, strict=True))
-        return f"{sum(self.counts)} rows of {len(self.counts)} sequences of up to {longest} tokens"
-
-
-def pushes(chunk_rows: int, max_batch: int, segment: int | None, positions: int) -> Iterator[Push]:
-    """What is pushed: prefills of one sequence and of several, decode steps, each within a key segment and beyond it.
-
-    chunk_rows  of a push at most; max_batch: sequences at most; segment: keys of one pass of attention; positions: of the table
-    """
-    within = min(segment or positions, positions)
-    beyond = within < positions
-    for count in dict.fromkeys((*FEW, *range(GRAIN, chunk_rows + 1, GRAIN), chunk_rows)):
-        if count <= min(chunk_rows, positions):
-            yield Push((count,), (0,))
-    for sequences in (2, 8, 32):
-        each = min(chunk_rows // sequences, within)
-        if sequences <= max_batch and each > 1:
-            yield Push((each,) * sequences, (0,) * sequences)
-            yield Push((2,) * sequences, (0,) * sequences)
-    if beyond:
-        for count in (2, GRAIN, min(chunk_rows, positions - within)):
-            yield Push((min(count, positions - within),), (within,))
-    for batch in dict.fromkeys((*(b for b in BATCHES if b <= max_batch), max_batch)):
-        yield Push((1,) * batch, (min(16, positions - 1),) * batch)
-        if beyond:
-            yield Push((1,) * batch, (within,) * batch)
 
 
 def rehearse(
@@ -84,6 +28,7 @@ def rehearse(
     max_batch: int,
     page_size: int | None = None,
     progress: bool = False,
+    processes: int | None = None,
 ) -> int:
     """Runs the rehearsal and returns how many variants were compiled. Afterwards a compilation is one too many: `watch().after_ready`.
 
@@ -91,49 +36,65 @@ def rehearse(
     max_batch   sequences of a push at most
     page_size   tokens per page of the memory that will be served from, by default the model's
     progress    shows a bar
+    processes   that compile side by side at most; by default one a core, at most 16, as far as the GPU has room
 
     It takes memory for one push of `chunk_rows` rows, or of `max_batch` sequences of two key segments, and gives it back.
     """
+    keep()
     seen = watch()
     seen.unready()
     seen.look("before the rehearsal")
     before = len(seen.found)
     planned = list(pushes(chunk_rows, max_batch, model.captured_length or None, model.config.positions))
+    short = type(model).first_layers_of(model, layers_of_every_kind(model))
+    alone = False
     with torch.no_grad(), Progress() if progress else nullcontext() as bar:
-        task = bar.add_task("compiling", total=len(planned)) if bar else None
-        for push in planned:
-            _run(model, push, page_size)
-            seen.look(f"rehearsing {push.doing}")
-            if bar and task is not None:
-                bar.advance(task)
+        for place, push in enumerate(_told(planned, bar, "getting kernels")):
+            run(short, push, page_size)
+            fresh = seen.look(f"rehearsing {push.doing}")
+            if not alone and _compiled(fresh):
+                alone = True
+                _with_others(short, planned[place + 1 :], page_size, bar, processes)
+                seen.look("rehearsing side by side")
     seen.ready()
     return len(seen.found) - before
 
 
-def _run(model: ForServing, push: Push, page_size: int | None) -> None:
-    """One push, and what is drawn from its last rows in every way, or the scores of its rows."""
-    device = model.device
-    rows = Rows.pushed(list(push.counts), list(push.contexts), device)
-    memory, table_NB = _memory(model, push, page_size)
-    ids_R = torch.zeros(rows.count, dtype=torch.int64, device=device)
-    hidden_RD = model.prefill(ids_R, rows, memory, table_NB)
-    logits_NV = model.logits(hidden_RD.index_select(0, rows.starts_N1[1:].long() - 1))
-    if push.decodes:
-        for params in KINDS:
-            sample(logits_NV, RowSampling.of([params] * len(push.counts), rows.lengths_N.tolist(), device), model.program)
-    else:
-        model.log_prob(hidden_RD, torch.zeros(rows.count, dtype=torch.int64))
+def _compiled(fresh: Sequence[Compilation]) -> bool:
+    """Whether a compiler ran, and not only a cache on disk was read."""
+    return any(one.compiler != "flash_attn" for one in fresh)
 
 
-def _memory(model: ForServing, push: Push, page_size: int | None) -> tuple[Memory, torch.Tensor]:
-    """A memory with a page for every `page_size` tokens of the first sequence; the others share its pages, since nobody reads them."""
-    longest = max(a + b for a, b in zip(push.counts, push.contexts, strict=True))
-    size = model.family.page_size(model.config) if page_size is None else page_size
-    blocks = -(-longest // size)
-    shared = len(push.counts) > 1 and max(push.counts) == 1
-    owned = blocks if shared else blocks * len(push.counts)
-    memory = model.make_memory(owned + 1, page_size, len(push.counts))
-    held: Sequence[Sequence[int]] = [
-        range(1, blocks + 1) if shared else range(1 + n * blocks, 1 + (n + 1) * blocks) for n in range(len(push.counts))
-    ]
-    return memory, memory.table([list(pages) for pages in held], list(range(1, len(push.counts) + 1)), blocks)
+def _with_others(
+    model: ForServing,
+    planned: Sequence[Push],
+    page_size: int | None,
+    bar: Progress | None,
+    processes: int | None,
+) -> None:
+    """The pushes in other processes, every one a share of them."""
+    count = processes_for(model, len(planned))
+    count = count if processes is None else min(count, processes)
+    if count < 2:
+        return
+    shares = [[(push.counts, push.contexts) for push in planned[first::count]] for first in range(count)]
+    task = bar.add_task(f"compiling in {count} processes", total=len(planned)) if bar else None
+    for done in side_by_side(model, shares, page_size):
+        if bar and task is not None:
+            bar.advance(task, done)
+
+
+def _told(planned: Sequence[Push], bar: Progress | None, what: str) -> Iterator[Push]:
+    return iter(planned) if bar is None else iter(bar.track(planned, description=what))
+
+
+def layers_of_every_kind(model: ForServing) -> int:
+    """As few first layers as have a layer of every kind, by the shapes of their parameters and buffers."""
+    seen = set()
+    count = 0
+    for place, layer in enumerate(model.model.layers):
+        kind = tuple((name, tuple(held.shape), held.dtype) for name, held in (*layer.named_parameters(), *layer.named_buffers()))
+        if kind not in seen:
+            seen.add(kind)
+            count = place + 1
+    return count

@@ -42,7 +42,7 @@ def states(server: Any) -> list[dict[str, Any]]:
     """What the plugin says in each scheduler of a server: fingerprint; prefill_graph_rows, the prompt rows that graphs have
     served; drawn_in_graphs, the rows without filters that decode graphs have drawn for (of a request's N tokens N - 1, as its prefill
     drew the first, and under overlap scheduling one that nobody gets). Both since the graphs were captured, which an update from disk
-    does again if it asks for it; compilations, the kernel variants that were compiled since its first prefill.
+    does again if it asks for it; compilations, the kernel variants that were compiled since it takes requests.
 
     ValueError if nothing answers there, or it does not run the plugin.
     """

@@ -32,7 +32,8 @@ hooked method at all, who notices is said here.
   and decode graphs are given their rows' parameters anew.
 - around SchedulerWeightUpdaterManager.update_weights_from_tensor, _disk, _distributed and _ipc: one that flushes the cache waits in the
   same way, or is refused while requests are paused, where SGLang writes and then asserts that it could flush.
-- around Scheduler.process_input_requests: what waited is dispatched again. Without it such a call is not answered.
+- around Scheduler.process_input_requests: what waited is dispatched again, and from the first pass on compilations are counted. Without it
+  such a call is not answered, and the count stays 0.
 - around WeightUpdater.update_weights_from_tensor and update_weights_from_disk: a faulty update is answered, where SGLang would end
   the scheduler or write a part; one that would not pass the model's checks is refused.
 - after Scheduler.flush_cache: from here on no row of earlier weights is read. Without it every later answer says that it is not exact.
@@ -44,6 +45,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from zoo.common.compilations import keep, watch
 from zoo.sglang_plugin.capturer import around_collect, around_create
 from zoo.sglang_plugin.hooked import REGISTERED, SRT
 from zoo.sglang_plugin.names import PROGRAMS, SAMPLER, STATE
@@ -118,15 +120,18 @@ def around_initialize(original: Callable[..., Any], runner: Any) -> Any:
     args = runner.server_args
     if args.attention_backend not in PROGRAMS:
         return original(runner)
+    keep()
     register_classes()
     result = original(runner)
     from zoo.common.fingerprint import products
     from zoo.sglang_plugin.check import assert_active
+    from zoo.sglang_plugin.rehearsal import rehearse_model
 
     runner.model.start(dummy=args.load_format == DUMMY)
     # before SGLang measures what is left for its key-value pool
     with runner.memory_saver_adapter.region(KV_MEMORY):
         runner.model.reserve(args.max_running_requests)
+    rehearse_model(runner)
     runner.sampler.program = runner.model.zoo.program
     runner.sampler.weights = runner.model.weights
     assert_active(runner)
@@ -186,7 +191,6 @@ def after_validate(result: Any, manager: Any, obj: Any, input_ids: list[int]) ->
 
 def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     if scheduler.server_args.attention_backend in PROGRAMS:
-        from zoo.common.compilations import watch
         from zoo.sglang_plugin.check import assert_unhooked
 
         released = WEIGHTS_MEMORY in scheduler.weight_updater.offload_tags
@@ -203,7 +207,7 @@ def after_internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
             "fingerprint": None if printed is None else printed.to_dict(),
             "prefill_graph_rows": 0 if prefills is None else prefills.pushed,
             "drawn_in_graphs": 0 if draws is None else draws.drawn,
-            "compilations": len(seen.found),
+            "compilations": seen.after_ready,
         }
     return result
 

@@ -56,6 +56,7 @@ class Served(nn.Module):
         self._arrived: set[str] = set()  # published names, until all have been written once
         self.complete = False
         self.checking = False
+        self.takes_requests = False
         self.refusal: str | None = None  # why no update may write now
         self.waiting: list[Any] = []  # SGLang's requests that need an idle scheduler
         self.weights = WeightsState(lambda: self.zoo.weights_version[:WEIGHTS_DIGITS])
