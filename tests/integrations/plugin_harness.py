@@ -85,7 +85,13 @@ def over_stand_ins(monkeypatch: pytest.MonkeyPatch, name: str, standing: dict[st
 def served(monkeypatch: pytest.MonkeyPatch, serving: ForServing, folder: Path) -> tuple[Any, Any]:
     """(SGLang's arguments, the plugin's model of that configuration without weights), over stand-ins of SGLang's modules."""
     serving.save_pretrained(folder)
-    args = types.SimpleNamespace(attention_backend="zoo", model_path=str(folder), revision=None, enable_return_routed_experts=False)
+    args = types.SimpleNamespace(
+        attention_backend="zoo",
+        model_path=str(folder),
+        revision=None,
+        enable_return_routed_experts=False,
+        skip_server_warmup=True,
+    )
     page = over_stand_ins(
         monkeypatch,
         "served",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zoo.sglang_plugin.names import PROGRAMS
-from zoo.sglang_plugin.rehearsal import mark_ready
+from zoo.sglang_plugin.rehearsal import begin
 
 PAUSED = (
     "requests are paused and the cache can't be flushed: continue them first, or send flush_cache=False and call flush_cache "
@@ -44,8 +44,8 @@ def waits_for_release(manager: Any, recv_req: Any) -> bool:
 def around_input(original: Callable[..., Any], scheduler: Any, recv_reqs: Any) -> Any:
     """Hook around `Scheduler.process_input_requests`, once per pass of its loop: those that waited come first."""
     if scheduler.server_args.attention_backend in PROGRAMS:
+        begin(scheduler)
         model = scheduler.tp_worker.model_runner.model
-        mark_ready(model)
         if model.waiting:
             waited = model.waiting
             model.waiting = []
