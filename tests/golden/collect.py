@@ -33,6 +33,12 @@ CACHED = {
     "v": "values",
     "latent": "latent rows",
     "index": "index keys",
+    "window": "rows, one a token",
+    "csa": "compressed rows of 4",
+    "hca": "compressed rows of more",
+    "csa_open": "open windows of 4",
+    "index_open": "open windows of the index",
+    "hca_open": "open windows of more",
     "delta_start": "state, in FP32",
     "delta_rounded": "state, as rows read it",
     "delta_k": "open chunk, keys",
@@ -305,10 +311,11 @@ def cpu_maker() -> str:
     return named[1] if named else platform.processor() or platform.machine()
 
 
-def collected(device: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Every case by name."""
+def collected(device: str, architecture: str | None = None) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every case by name, or those of one architecture."""
     for case in cases(device):
-        yield case.name, case.subject(device).entries()
+        if architecture in (None, case.architecture):
+            yield case.name, case.subject(device).entries()
 
 
 def differing(stored: dict[str, str], found: dict[str, str]) -> list[str]:

@@ -101,6 +101,63 @@ _GLM5_ODD: Fields = {
     "routed_scaling_factor": 1.5,
 }
 
+_DEEPSEEK_V4: Fields = {
+    **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 80,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 48,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "sliding_window": 16,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "index_n_heads": 32,
+    "index_head_dim": 64,
+    "index_topk": 6,
+    "num_hash_layers": 2,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "swiglu_limit": 10.0,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1},
+}
+_DEEPSEEK_V4_ODD: Fields = {
+    **_DEEPSEEK_V4,
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "num_attention_heads": 3,
+    "o_groups": 3,
+    "head_dim": 24,
+    "sliding_window": 5,
+    "num_hidden_layers": 2,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "num_hash_layers": 0,
+    "hc_mult": 2,
+    "swiglu_limit": 0.7,
+}
+
 # architecture -> geometry -> the fields of its config.json
 GEOMETRIES: dict[str, dict[str, Fields]] = {
     "qwen3": {
@@ -120,4 +177,5 @@ GEOMETRIES: dict[str, dict[str, Fields]] = {
         "odd": {"model_type": "qwen3_5_moe_text", **_QWEN3_5_ODD, **_EXPERTS_ODD, "shared_expert_intermediate_size": 80},
     },
     "glm5": {"tiny": _GLM5, "odd": _GLM5_ODD},
+    "deepseek_v4": {"tiny": _DEEPSEEK_V4, "odd": _DEEPSEEK_V4_ODD},
 }

@@ -4,6 +4,7 @@ python -m tests.golden.rewrite                                      what tests/g
 python -m tests.golden.rewrite --reason TEXT                        after a change that moves bytes on purpose
 python -m tests.golden.rewrite --device cuda --out FILE             of a GPU, to any file
 python -m tests.golden.rewrite --device cuda --against FILE         compares and writes nothing; 1 if an entry differs
+python -m tests.golden.rewrite --architecture NAME --out FILE       of one architecture; a file's other cases stay
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.collect import collected, differing, made_on
+from tests.golden.geometries import GEOMETRIES
 
 FOLDER = Path(__file__).parent
 
@@ -40,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="file to write; by default tests/golden/DEVICE.json")
     parser.add_argument("--against", type=Path, help="file to compare with; nothing is written")
+    parser.add_argument("--architecture", choices=GEOMETRIES, help="whose cases alone are made")
     parser.add_argument("--reason", help="why stored bytes move; kept in the file")
     given = parser.parse_args(arguments)
     path = given.against or given.out or FOLDER / f"{given.device}.json"
@@ -49,8 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     here = made_on(given.device)
     if given.against and stored["made_on"] != here:
         parser.error(f"{path} was made on {stored['made_on']}, here is {here}: their bytes can't be compared")
-    found = dict(collected(given.device))
+    found = dict(collected(given.device, given.architecture))
     before = stored.get("cases", {}) if stored.get("made_on") == here else {}
+    if given.architecture:
+        found = {**before, **found}
     differences = changes(before, found)
     for line in differences if before else []:
         print(line)

@@ -17,7 +17,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from zoo.common.history import CompressedRows, OpenWindows, WholeWindows, WindowedRows  # noqa: E402
-from zoo.common.ops import Sinkhorn, rope_table  # noqa: E402
+from zoo.common.ops import FP4_INDEX, FP8_ROWS, Grid, Sinkhorn, rope_table  # noqa: E402
+from zoo.common.ops.code_round import kernels as code_kernels  # noqa: E402
+from zoo.common.ops.code_round import reference as code_reference  # noqa: E402
 from zoo.common.ops.compress import kernels as compress_kernels  # noqa: E402
 from zoo.common.ops.compress import reference as compress_reference  # noqa: E402
 from zoo.common.ops.compress.windows import Window  # noqa: E402
@@ -26,6 +28,8 @@ from zoo.common.ops.compressed_attention import reference as attention_reference
 from zoo.common.ops.compressed_attention.cases import lists  # noqa: E402
 from zoo.common.ops.compressed_select import kernels as select_kernels  # noqa: E402
 from zoo.common.ops.compressed_select import reference as select_reference  # noqa: E402
+from zoo.common.ops.hadamard import kernels as hadamard_kernels  # noqa: E402
+from zoo.common.ops.hadamard import reference as hadamard_reference  # noqa: E402
 from zoo.common.ops.hash_route import kernels as hash_kernels  # noqa: E402
 from zoo.common.ops.hash_route import reference as hash_reference  # noqa: E402
 from zoo.common.ops.hyper_head import kernels as head_kernels  # noqa: E402
@@ -212,3 +216,29 @@ def test_compressed_attention(
     torch.testing.assert_close(lse, wanted_lse, rtol=2**-14, atol=2**-18)
     moved = attention_kernels.compressed_attention(q, history, chosen, sinks + 1, *operands[2:])[0]
     assert not torch.allclose(moved, wanted, rtol=2**-8)
+
+
+@pytest.mark.parametrize("grid", [FP8_ROWS, FP4_INDEX])
+@pytest.mark.parametrize(("width", "columns"), [(3, 2), (72, 72), (700, 613)])
+def test_code_round(grid: Grid, width: int, columns: int) -> None:
+    """Halves between codes, zeros of both signs, numbers below the floor, and groups with what is no number."""
+    x = (floats(12, 9, width + 3) * 2.0 ** floats(13, 9, width + 3).mul(9).round())[:, :width]
+    x[1] = quarters(14, width)
+    x[2] = -0.0
+    x[3] *= 1e-38
+    x[4, 0] = torch.nan
+    x[5, -1] = -torch.inf
+    wanted = code_reference.code_round(x, columns, grid)
+    found = code_kernels.code_round(x, columns, grid)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(1.0).view(torch.int32), wanted.nan_to_num(1.0).view(torch.int32))
+    assert wanted[4, 0].isnan() and wanted[5, -1].isnan() == (columns == width)
+    assert not torch.equal(code_kernels.code_round(x[:2] * 1.5, columns, grid), wanted[:2])
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 128])
+def test_hadamard(width: int) -> None:
+    x = floats(15, 37, width + 3)[:, :width]
+    wanted = hadamard_reference.hadamard(x)
+    assert torch.equal(hadamard_kernels.hadamard(x), wanted)
+    assert width == 1 or not torch.equal(hadamard_kernels.hadamard(x.flip(1)), wanted)

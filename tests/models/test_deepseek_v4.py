@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models import planted_compressed
+from tests.ops import plain_rows
 from zoo.common import serving
 from zoo.common.engine import Engine
 from zoo.common.history import OpenWindows, WindowedRows
@@ -181,13 +182,13 @@ def test_each_row_enters_each_op_once() -> None:
 def test_planted_fault_is_named_and_reproduced(op: str, tmp_path: Path) -> None:
     """Cut to one row with the history that it reads, and shown again by a script of its own."""
     subject = Subject("deepseek_v4", *FAMILY.twins("all kinds"), {})
-    subject.draw((36, 3))
+    subject.draw((60, 3))
     documents = [0, 1]
 
     def found() -> Any:
         return first_divergence(
             (subject.trainer, lambda tap: ways.exhaust(ways.train(subject, tap, documents))),
-            (subject.server, lambda tap: ways.exhaust(ways.decode(subject, tap, documents, tail=20))),
+            (subject.server, lambda tap: ways.exhaust(ways.decode(subject, tap, documents, tail=44))),
         )
 
     assert found() is None
@@ -289,6 +290,44 @@ def test_the_index_against_a_plain_transcription() -> None:
     found = [[row for row in rows if row >= 0] for rows in outside[0].tolist()]
     assert found == plain
     assert any(rows != list(range(len(rows))) for rows in found)  # something was discarded
+
+
+@torch.no_grad()
+def test_cached_rows_and_the_index_of_the_released_model() -> None:
+    """`aligned` reads what a plain transcription makes of rotated rows: FP8 rows, Hadamard's turn and FP4 in the index, FP32 scores."""
+    from zoo.common import ops
+
+    config = replace(CONFIGS["all kinds"], index_heads=32)
+    model = DeepseekV4ForRL.from_config(config, seed=5, device="cpu")
+    calls: list[tuple[str, Any, Tensor]] = []
+    watched = ("tail_rope", "compressed_select", "compressed_attention")
+
+    def observe(contract: Contract, arguments: Any, result: Any) -> None:
+        if contract.name in watched:
+            calls.append((contract.name, arguments["args"], result))
+
+    with ops.watch(observe):
+        scores(model, FAMILY.documents("all kinds", (61,)))
+    names = [name for name, _, _ in calls]
+    assert names[:4] == ["tail_rope", "tail_rope", "compressed_attention", "tail_rope"]  # a window alone
+    assert names[4:11] == ["tail_rope"] * 5 + ["compressed_select", "compressed_attention"]
+    still = config.head_dim - config.rotation.width
+    rotated = [result for _, _, result in calls[4:9]]  # queries, a row a token, compressed rows, the index's queries and keys
+    _, (queries, weights, cached, *_), found = calls[9]
+    assert_same_bytes(queries, plain_rows.index_vector(rotated[3]))
+    keys = plain_rows.index_vector(rotated[4][:, 0])
+    assert_same_bytes(cached.rows, keys)
+    read = calls[10][1][1]
+    assert_same_bytes(read.window, plain_rows.cached_row(rotated[1][:, 0], still))
+    assert_same_bytes(read.compressed, plain_rows.cached_row(rotated[2][:, 0], still))
+    assert_same_bytes(calls[2][1][1].window, plain_rows.cached_row(calls[1][2][:, 0], still))
+    dots = torch.einsum("rhe,te->rht", queries.double(), keys[3::4].double())
+    score = (functional.relu(dots) * weights.double()[..., None]).sum(1)
+    for t, rows in enumerate(found.tolist()):
+        order = sorted(range((t + 1) // 4), key=lambda row: (-float(score[t, row]), row))
+        assert [row for row in rows if row >= 0] == sorted(order[:3])
+    unturned = (functional.relu(torch.einsum("rhe,te->rht", rotated[3].double(), rotated[4][3::4, 0].double()))).sum(1)
+    assert not torch.equal(unturned.argmax(1), score.argmax(1))  # the control: without codes others are the best
 
 
 # the engine

@@ -226,6 +226,12 @@ def contracted_tail(x: Tensor, table: Tensor, positions: Tensor, *, program: Pro
     return wide.float().to(x.dtype)
 
 
+def coded_by_batch(x: Tensor, *args: Any, **names: Any) -> Tensor:
+    """Row: the batch's largest value in every group's scale."""
+    largest = x.float().abs().max().clamp(min=1e-30)
+    return (ops.code_round((x.float() / largest).to(x.dtype), *args, **names).float() * largest).to(x.dtype)
+
+
 def jittered_fp8_select(q: Tensor, *args: Any, **names: Any) -> Tensor:
     return ops.fp8_select(q * (1 + torch.rand(q.shape)).to(q.dtype), *args, **names)
 
@@ -460,6 +466,7 @@ FAULTS: dict[tuple[str, str], list[Replace]] = {
     ("compressed_select", "split"): [{"compressed_select": eight_bit_compressed_select(False)}],
     ("compressed_select", "place"): [{"compressed_select": eight_bit_compressed_select(True)}],
     ("compressed_attention", "place"): [{"compressed_attention": dead_windows}],
+    ("code_round", "row"): [{"code_round": coded_by_batch}],
     ("tail_rope", "row"): [{"tail_rope": relative_tail}],
     ("tail_rope", "fusion"): [{"tail_rope": contracted_tail}],
     ("packed_experts", "fusion"): [{"packed_experts": odd_columns_first}],

@@ -18,6 +18,8 @@ from zoo.common.ops import TokenScores
 from zoo.common.ops.attention import reference as attention_reference
 from zoo.common.ops.biased_route import Choice
 from zoo.common.ops.biased_route import reference as biased_route_reference
+from zoo.common.ops.code_round import FP8_ROWS, Grid
+from zoo.common.ops.code_round import reference as code_round_reference
 from zoo.common.ops.combine import reference as combine_reference
 from zoo.common.ops.compress import reference as compress_reference
 from zoo.common.ops.compress.windows import Window
@@ -26,6 +28,7 @@ from zoo.common.ops.embed import reference as embed_reference
 from zoo.common.ops.experts import reference as experts_reference
 from zoo.common.ops.fp8_linear import reference as fp8_linear_reference
 from zoo.common.ops.fp8_quantise import reference as fp8_quantise_reference
+from zoo.common.ops.hadamard import reference as hadamard_reference
 from zoo.common.ops.hash_route import reference as hash_route_reference
 from zoo.common.ops.head_linear import reference as head_linear_reference
 from zoo.common.ops.hyper_head import reference as hyper_head_reference
@@ -162,6 +165,9 @@ REFERENCES: dict[str, Op] = {
     "tail_rope": lambda x, table, at, *, program, inverse=False: tail_rope_reference.tail_rope(x, table, at, inverse),
     "softplus_route": lambda logits, bias, top_k, scale, *, program: softplus_route_reference.softplus_route(logits, bias, top_k, scale),
     "hash_route": lambda logits, ids, table, scale, *, program: hash_route_reference.hash_route(logits, ids, table, scale),
+    # straight through the codes
+    "code_round": lambda x, columns, grid, *, program: x + (code_round_reference.code_round(x, columns, grid) - x).detach(),
+    "hadamard": lambda x, *, program: hadamard_reference.hadamard(x),
     "compress": _compress,
     "compressed_attention": _compressed_attention,
     "embed": lambda ids, weight, *, program: embed_reference.embed(ids, weight),
@@ -414,7 +420,35 @@ def _sunk_attention(
     return torch.stack(out)
 
 
+def _code_round(x: Tensor, columns: int, grid: Grid, *, program: Program) -> Tensor:
+    """Group by group, by torch's own FP8 and a list of the numbers of four bits; its gradient is 1."""
+    listed = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    out = x.detach().clone()
+    for first in range(0, columns, grid.group):
+        group = x.detach()[:, first : min(first + grid.group, columns)]
+        largest = group.abs().amax(1, keepdim=True).clamp(min=grid.floor)
+        scales = torch.exp2(torch.ceil(torch.log2((largest / grid.largest).double())))
+        values = group.double() / scales
+        if grid == FP8_ROWS:
+            codes = values.float().to(torch.float8_e4m3fn).double()
+        else:
+            distances = (values.abs()[..., None] - listed).abs() + torch.tensor([0, 1, 0, 1, 0, 1, 0, 1]) * 1e-9  # ties to even codes
+            codes = listed[distances.argmin(-1)].copysign(values)
+        out[:, first : first + group.shape[1]] = (codes * scales).to(x.dtype)
+    return x + (out - x).detach()
+
+
+def _hadamard(x: Tensor, *, program: Program) -> Tensor:
+    """A product with the whole matrix, doubled until it is wide enough."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (x.double() @ matrix / len(matrix) ** 0.5).to(x.dtype)
+
+
 TEXTBOOK: dict[str, Op] = {
+    "code_round": _code_round,
+    "hadamard": _hadamard,
     "hyper_pre": _hyper_pre,
     "hyper_post": lambda branch, streams, post, comb, *, program: (
         torch.einsum("rjk,rjd->rkd", comb, streams.to(comb.dtype)) + post[..., None] * branch.to(comb.dtype)[:, None]

@@ -22,6 +22,8 @@ REFERENCE = "reference"
 HEAD = "head"  # the vocabulary product: `linear` by another class where a program says so
 
 
+# rows and index keys are cached as they come, not as codes would hold them
+ROWS_AS_THEY_ARE: Mapping[str, tuple[str, ...]] = {"code_round": (), "hadamard": ()}
 CODED_INDEX = {"select": ("fp8_quantise", "fp8_select")}  # index keys are cached and scored as codes with scales
 
 
@@ -33,7 +35,7 @@ class Specification:
     by_geometry   by device and op, (how a shape begins, byte class): the class of an op's shapes that begin so, whatever the rows
     key_segments  by device, (widest head, keys per attention pass): see Program
     codes         whether weights that a checkpoint has as codes and scales are computed with as such
-    instead       op -> the ops that stand for it where the program has other operands for the same purpose
+    instead       op -> the ops that stand for it where the program has other operands for the same purpose; none: it is left out
     captures      whether the kernels take every size that changes from the device, so that whole prefills can be captured
     otherwise     what the refusal of another dtype or device advises
     """
@@ -102,6 +104,8 @@ _ALIGNED = Specification(
             "hyper_post": "pair_tree",
             "hyper_head": "pair_tree",
             "tail_rope": "single_round",
+            "code_round": "nearest",
+            "hadamard": "stages",
             "compress": "pair_tree",
             "compressed_select": "pair_tree",
             "compressed_attention": "list_tiles",
@@ -132,6 +136,7 @@ PROGRAMS: Mapping[str, Specification] = {
         dtypes=("float32",),
         key_segments={},
         captures=False,
+        instead=ROWS_AS_THEY_ARE,
         otherwise="give dtype=torch.float32 and device='cpu'",
     ),
     # the rival of benchmarks: the fastest kernels, whose bytes depend on the batch
@@ -190,7 +195,7 @@ class Program:
         return PROGRAMS[self.name].codes
 
     def ops_for(self, op: str) -> tuple[str, ...]:
-        """The ops that do what `op` is asked for: itself, but where the program says another."""
+        """The ops that do what `op` is asked for: itself, but where the program says another, or none."""
         return PROGRAMS[self.name].instead.get(op, (op,))
 
     def byte_class(self, op: str, shape: tuple[int, ...] = ()) -> str:

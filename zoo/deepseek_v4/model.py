@@ -29,10 +29,10 @@ def used_ops(config: DeepseekV4Config) -> tuple[str, ...]:
     """Names of the ops that the layers call, for fingerprints."""
     kinds = set(config.kinds_of_layers)
     compressed = ("compress",) if kinds - {WINDOW} else ()
-    chosen = ("compressed_select",) if SPARSE in kinds else ()
+    chosen = ("hadamard", "compressed_select") if SPARSE in kinds else ()
     routes = (*(("hash_route",) if any(config.hashed) else ()), *(("softplus_route",) if not all(config.hashed) else ()))
     streams = ("hyper_pre", "hyper_post", "hyper_head")
-    attention = ("tail_rope", "compressed_attention", "head_linear")
+    attention = ("tail_rope", "code_round", "compressed_attention", "head_linear")
     return ("embed", "rms_norm", "linear", "swiglu", "experts", "combine", *streams, *attention, *compressed, *chosen, *routes)
 
 
@@ -86,6 +86,35 @@ class HyperHead(nn.Module):
         return ops.hyper_head(streams_RSD, self.fn, self.base, self.scale, *how, program=self.program)
 
 
+class CachedRows(nn.Module):
+    """Rows of keys and values as they are cached: the columns that don't turn as FP8 codes hold them, where the program has them so."""
+
+    def __init__(self, width: int, turned: int, program: Program) -> None:
+        super().__init__()
+        self.still = width - turned
+        self.coded = bool(program.ops_for("code_round")) and self.still > 0
+        self.program = program
+
+    def forward(self, x_RE: Tensor) -> Tensor:
+        return ops.code_round(x_RE, self.still, ops.FP8_ROWS, program=self.program) if self.coded else x_RE
+
+
+class IndexRows(nn.Module):
+    """Queries and keys of an index: turned until all columns are alike, then as FP4 codes hold them, where the program has them so."""
+
+    def __init__(self, width: int, program: Program) -> None:
+        super().__init__()
+        self.coded = bool(program.ops_for("hadamard"))
+        if self.coded and width & (width - 1):
+            raise ValueError(f"deepseek_v4: index_head_dim must be a power of two, it is {width}: its rows are turned by a Hadamard matrix")
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.coded:
+            return x
+        return ops.code_round(ops.hadamard(x, program=self.program), x.shape[-1], ops.FP4_INDEX, program=self.program)
+
+
 class Pool(nn.Module):
     """ape [W, C] by the position in a window, FP32 in every program."""
 
@@ -100,21 +129,25 @@ class Pool(nn.Module):
 
 
 class Compressor(nn.Module):
-    """One row for every few tokens: values and gates of each, pooled, normed, and rotated as the window's first token would be."""
+    """One row for every few tokens: values and gates of each, pooled, normed, rotated as the window's first token would be, `kept`."""
 
-    def __init__(self, hidden: int, tokens: int, width: int, overlaps: bool, eps: float, program: Program) -> None:
+    def __init__(
+        self, hidden: int, tokens: int, width: int, overlaps: bool, eps: float, kept: CachedRows | IndexRows, program: Program
+    ) -> None:
         super().__init__()
         columns = 2 * width if overlaps else width
         self.rows = Linear(hidden, 2 * columns, program, out_dtype=torch.float32)
         self.pool = Pool(tokens, columns, width, program)
         self.norm = WideNorm(width, eps, program)
+        self.kept = kept
         self.tokens = tokens
         self.program = program
 
     def forward(self, x_RD: Tensor, rows: Rows, history: OpenWindows | WholeWindows, table: Tensor) -> Tensor:
         pooled_RE = self.norm(self.pool(self.rows(x_RD), history, rows))[0]
         first_R = first_positions(rows.positions_R, self.tokens)
-        return ops.tail_rope(pooled_RE[:, None], table, first_R, program=self.program)[:, 0]
+        row_RE: Tensor = self.kept(ops.tail_rope(pooled_RE[:, None], table, first_R, program=self.program)[:, 0])
+        return row_RE
 
 
 class Indexer(nn.Module):
@@ -128,12 +161,13 @@ class Indexer(nn.Module):
         self.program = program
         self.query = Linear(c.query_rank, c.index_heads * c.index_dim, program)
         self.weights = Linear(c.hidden, c.index_heads, program, k_parts=split_k(c.index_heads, c.hidden))
-        self.compressor = Compressor(c.hidden, c.rates.sparse, c.index_dim, True, c.mixing.eps, program)
+        self.kept = IndexRows(c.index_dim, program)
+        self.compressor = Compressor(c.hidden, c.rates.sparse, c.index_dim, True, c.mixing.eps, self.kept, program)
 
     @torch.no_grad()
     def forward(self, x_RD: Tensor, query_RC: Tensor, rows: Rows, memory: CompressedMemory, table: Tensor) -> Tensor:
         q_RHE = self.query(query_RC).unflatten(1, (self.heads, self.width))
-        q_RHE = ops.tail_rope(q_RHE, table, rows.positions_R, program=self.program)
+        q_RHE = self.kept(ops.tail_rope(q_RHE, table, rows.positions_R, program=self.program))
         keys = memory.append_index(self.compressor(x_RD, rows, memory.open("index"), table), rows)
         return ops.compressed_select(q_RHE, self.weights(x_RD), keys, rows, self.top_k, program=self.program)
 
@@ -171,13 +205,14 @@ class Attention(nn.Module):
         self.down = Linear(c.hidden, c.query_rank + c.head_dim, program)
         self.query_norm = WideNorm(c.query_rank, c.mixing.eps, program)
         self.row_norm = WideNorm(c.head_dim, c.mixing.eps, program)
+        self.kept = CachedRows(c.head_dim, c.rotation.width, program)
         self.query_up = Linear(c.query_rank, c.heads * c.head_dim, program)
         self.attend = Attend(c.heads, c.head_dim, c.window, program)
         group = c.heads // c.groups * c.head_dim
         self.grouped = nn.Parameter(torch.empty(c.groups * c.group_rank, group, dtype=program.torch_dtype))
         self.out = Linear(c.groups * c.group_rank, c.hidden, program)
         if kind != WINDOW:
-            self.compressor = Compressor(c.hidden, c.rate(kind), c.head_dim, kind == SPARSE, c.mixing.eps, program)
+            self.compressor = Compressor(c.hidden, c.rate(kind), c.head_dim, kind == SPARSE, c.mixing.eps, self.kept, program)
         if kind == SPARSE:
             self.indexer = Indexer(c, program)
 
@@ -190,7 +225,7 @@ class Attention(nn.Module):
         plain_E = q_RHE.new_ones(self.width)  # heads of queries are normed without a weight
         q_RHE = ops.rms_norm(q_RHE, plain_E, self.eps, program=self.program)
         q_RHE = ops.tail_rope(q_RHE, table, rows.positions_R, program=self.program)
-        row_RE = ops.tail_rope(self.row_norm(row_RE)[0][:, None], table, rows.positions_R, program=self.program)[:, 0]
+        row_RE = self.kept(ops.tail_rope(self.row_norm(row_RE)[0][:, None], table, rows.positions_R, program=self.program)[:, 0])
         pooled_RE = self.compressor(x_RD, rows, memory.open(self.name), table) if compresses else None
         chosen_RK = self.indexer(x_RD, query_RC, rows, memory, table) if "indexer" in self._modules else None
         history = memory.append(row_RE, pooled_RE, rows)

@@ -3,6 +3,7 @@
 from zoo.common.ops.attention import attention
 from zoo.common.ops.biased_route import biased_route
 from zoo.common.ops.causal_conv import causal_conv
+from zoo.common.ops.code_round import FP4_INDEX, FP8_ROWS, Grid, code_round
 from zoo.common.ops.combine import combine
 from zoo.common.ops.compress import compress
 from zoo.common.ops.compressed_attention import compressed_attention
@@ -17,6 +18,7 @@ from zoo.common.ops.fp8_quantise import FP32_SCALES, POWERS_OF_TWO, Codes, Scale
 from zoo.common.ops.fp8_select import fp8_select
 from zoo.common.ops.gated_delta import gated_delta, gated_delta_states
 from zoo.common.ops.gated_rms_norm import gated_rms_norm
+from zoo.common.ops.hadamard import hadamard
 from zoo.common.ops.hash_route import hash_route
 from zoo.common.ops.head_linear import head_linear
 from zoo.common.ops.hyper_head import hyper_head
@@ -43,11 +45,14 @@ from zoo.common.ops.tail_rope import tail_rope
 
 __all__ = [
     "CONTRACTS",
+    "FP4_INDEX",
+    "FP8_ROWS",
     "FP32_SCALES",
     "POWERS_OF_TWO",
     "Codes",
     "Contract",
     "Drawn",
+    "Grid",
     "Provider",
     "ScaleRule",
     "Sinkhorn",
@@ -57,6 +62,7 @@ __all__ = [
     "attention",
     "biased_route",
     "causal_conv",
+    "code_round",
     "combine",
     "compress",
     "compressed_attention",
@@ -72,6 +78,7 @@ __all__ = [
     "gated_delta",
     "gated_delta_states",
     "gated_rms_norm",
+    "hadamard",
     "hash_route",
     "head_linear",
     "hyper_head",
