@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from zoo.verify.products import Held, all_products, hold
 from zoo.verify.room import check_room
 from zoo.verify.samplers import check_engine
 from zoo.verify.shrink import reproduction as write_reproduction
+from zoo.verify.stages import Stages
 from zoo.verify.subject import Settings, Subject, build, config_of, geometry, settings_for, sizes
 from zoo.verify.tally import Row
 
@@ -56,43 +58,47 @@ def verify(asked: Asked, console: Terminal, json_file: Path | None, report: Path
     check_room(fields, config, device, asked.rungs, asked.engine, masters=asked.trains_masters, shared=asked.shared_weights)
     if asked.store is not None:
         verdicts.use(asked.store)
+    stages = Stages()
     with console.status("building") as status:
 
         def say(text: str) -> None:
             status.update(text)
 
-        begin = time.monotonic()
-        subject = build(
-            asked.arch,
-            checkpoint=asked.checkpoint,
-            revision=asked.revision,
-            device=device,
-            size=asked.size,
-            layers=asked.layers,
-            seed=asked.seed,
-            masters=asked.trains_masters,
-            program=asked.program,
-            shared=asked.shared_weights,
-            say=say,
-        )
+        with stages.stage("building"):
+            subject = build(
+                asked.arch,
+                checkpoint=asked.checkpoint,
+                revision=asked.revision,
+                device=device,
+                size=asked.size,
+                layers=asked.layers,
+                seed=asked.seed,
+                masters=asked.trains_masters,
+                program=asked.program,
+                shared=asked.shared_weights,
+                say=say,
+            )
         settings = settings_for(subject, asked.lengths)
         if device.startswith("cuda"):
-            line(console, f"built in {time.monotonic() - begin:.1f} s")
             status.update("qualifying")  # just the shapes that this model uses
-            targets = admission.targets_of(subject.server)
-            admission.qualify(targets, lambda text: line(console, text), program=subject.server.program)
+            with stages.stage("qualifying"):
+                targets = admission.targets_of(subject.server)
+                admission.qualify(targets, lambda text: line(console, text), program=subject.server.program)
 
         def wrote(row: Row, seconds: float) -> None:
             line(console, f"{'equal ' if row.ok else 'FAILED'} {row.rung} {row.what} ({seconds:.1f} s)")
+            stages.add(f"rung {row.rung}", seconds)
             save(json_file, ladder.result)
 
         ladder = Ladder(subject, settings, say, wrote, asked.engine)
         ladder.result.about = about(asked, settings)
         with suited(subject.trainer):
             result = ladder.climb(asked.rungs)
-        places = maps.operation_map(subject) if report is not None else []
+        with stages.stage("map of operations") if report is not None else nullcontext():
+            places = maps.operation_map(subject) if report is not None else []
     console.print(table_of(result))
     show_end(result, console)
+    line(console, str(stages))
     save(json_file, result)
     if report is not None:
         write_file(report, pages.page(result, places, layers_of(subject), max(settings.lengths)))
@@ -210,8 +216,10 @@ def qualify(
             config_of(arch, size, None)
         targets = admission.targets_of_sizes(arch, [size] if size is not None else list(sizes(arch)))
     targets = [t for t in targets if op is None or t.op == op]
-    wrong = hold_products(console, program, op)
-    with console.status("qualifying"):
+    stages = Stages()
+    with stages.stage("products against float64"):
+        wrong = hold_products(console, program, op)
+    with console.status("qualifying"), stages.stage("qualifying"):
         admission.qualify(targets, lambda text: line(console, text), program=program, again=again)
     table = Table(title=f"providers on {torch.cuda.get_device_name()}")
     for name in ("op and shape", "runs", "fallback because"):
@@ -220,6 +228,7 @@ def qualify(
         table.add_row(str(target), provider, why)
     console.print(table)
     console.print(f"stored in {verdicts.path_for_this_machine()}", soft_wrap=True)
+    line(console, str(stages))
     return not wrong
 
 
