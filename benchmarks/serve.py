@@ -37,6 +37,7 @@ CONTENDERS = {"stock": (), "zoo": ("--attention-backend", "zoo")}
 TURNS = ("first", "again")
 WAVES = 3  # prompts of a load: so many times its concurrency
 READY = 900.0  # seconds that a server may take
+LATE = "after ready"  # in a line of the server's log: what was compiled, and the rows that caused it
 HALF = "0.5"  # of a load's lengths: the shortest prompt and answer
 # what a row keeps of the benchmark's answer, and under which name
 KEPT = {
@@ -174,6 +175,10 @@ def measure(path: Path, name: str, loads: Sequence[Load], folder: Path, record: 
     except (RuntimeError, ValueError) as error:  # ValueError: the zoo's server no longer says what it compiled
         record.add({**shared, "kind": "serve", "contender": name, "error": str(error)[:400]})
         print(f"{name}: {error}", flush=True)
+    log = folder / f"{name}.log"
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        if LATE in line:
+            print(f"{name}: {line}", flush=True)
 
 
 def _asked(command: list[str], most: float) -> dict[str, Any]:

@@ -61,9 +61,11 @@ def test_ratios_are_of_the_same_load_and_turn() -> None:
     assert [row.get("over_stock") for row in found] == [None, None, 0.9, None]
 
 
-def test_a_server_that_ends_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "server_command", lambda *given: [serve.sys.executable, "-c", "print('no such model')"])
+def test_a_server_that_ends_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "print('compiled _linear after ready: a prefill'); print('no such model')"
+    monkeypatch.setattr(serve, "server_command", lambda *given: [serve.sys.executable, "-c", said])
     record = serve.Recorder(None, {})
     serve.measure(tmp_path, "stock", serve.parse_loads("1x1x1"), tmp_path, record, {}, 5)
     [row] = record.rows
     assert "no such model" in row["error"]
+    assert "stock: compiled _linear after ready: a prefill\n" in capsys.readouterr().out
