@@ -103,6 +103,21 @@ def test_an_update_takes_codes_and_scales_and_the_hash_covers_both(folder: Path)
         assert server.weights_version == before
 
 
+@pytest.mark.parametrize(("spoilt", "said"), [(-1.0, "is not below 0"), (1e36, "no BF16 number"), (float("inf"), "NaN or infinite")])
+def test_an_update_with_scales_that_no_code_can_have_is_refused(folder: Path, spoilt: float, said: str) -> None:
+    server = load(folder, "serving")
+    before = server.weights_version
+    name = f"{names_of_codes(folder)[-1]}{SCALES}"
+    scales = dict(server.published_tensors())[name].clone()
+    scales.view(-1)[-1] = spoilt
+    with pytest.raises(ValueError, match=f"{name} has .*{said}"):
+        server.load_weights([(name, scales)])
+    assert server.weights_version == before
+    scales.view(-1)[-1] = 0.0  # a block of zeros may have it
+    server.load_weights([(name, scales)])
+    assert server.weights_version != before
+
+
 def test_a_frozen_base_trains_what_is_beside_it(folder: Path) -> None:
     trainer = load(folder)
     frozen = {name for name, parameter in trainer.named_parameters() if not parameter.requires_grad}
@@ -159,6 +174,8 @@ FAULTS = [
     pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: t[:, :0]), "wrong shape", id="no scale"),
     pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: torch.cat([t, t])), "wrong shape", id="more scales"),
     pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: t * torch.nan), "NaN or infinite", id="a NaN as scale"),
+    pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: -t), "a scale of FP8 codes is not below 0", id="a negative scale"),
+    pytest.param(_spoiled(f"{CODES}{SCALES}", lambda t: t * 0 + 1e36), "beyond 7.56.*no BF16 number", id="too large a scale"),
     pytest.param(_spoiled(CODES, lambda t: t.bfloat16()), "BF16 where the program needs F8_E4M3", id="no codes"),
     pytest.param(_spoiled(CODES, _nan_code), "NaN or infinite", id="a NaN among the codes"),
 ]

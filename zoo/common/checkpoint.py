@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.common.codecs import LARGEST
 from zoo.common.files import fresh_folder
 from zoo.common.hub import SIDECARS, locate
 from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, parse_object, read_bytes, shown, some
@@ -33,6 +34,7 @@ from zoo.common.weights import Entry, Piece, WeightTable, check_table
 from zoo.testing import finite
 
 SHARD_BYTES = 5 * 10**9
+LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST  # of FP8 codes
 HELD_BYTES = 64 << 20  # of small files that are held in memory; larger ones are copied from where they lie
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # transformers would change the weights by them
 TENSORS = 300_000  # of a checkpoint; the published ones with most have 120,000
@@ -226,8 +228,10 @@ def _read(stored: StoredTensor, piece: Piece) -> Tensor:
 
 
 def check_values(name: str, tensor: Tensor, entry: Entry) -> None:
-    """ValueError for a NaN or an infinity, and for a table of integers that its entry forbids."""
+    """ValueError for a NaN or an infinity, for a table of integers that its entry forbids, and for FP32 scales that no code can have."""
     check_finite(name, tensor)
+    if entry.multiplies and tensor.dtype is torch.float32 and tensor.numel():
+        check_scales(name, tensor)
     if entry.below:
         check_table(name, tensor, entry.below)
 
@@ -238,6 +242,15 @@ def check_finite(name: str, tensor: Tensor) -> None:
     bad = ~finite(tensor)
     if bool(bad.any()):
         raise ValueError(f"{name} has {int(bad.sum())} NaN or infinite values, the first at {bad.nonzero()[0].tolist()}")
+
+
+def check_scales(name: str, scales: Tensor) -> None:
+    smallest = float(scales.min())
+    if smallest < 0:
+        raise ValueError(f"{name} has the scale {smallest:g}: a scale of FP8 codes is not below 0")
+    largest = float(scales.max())
+    if largest > LARGEST_SCALE:
+        raise ValueError(f"{name} has the scale {largest:g}, beyond {LARGEST_SCALE:g}: times the largest code it is no BF16 number")
 
 
 def check_alias(name: str, tensor: Tensor, tied: Tensor, ours: str) -> None:

@@ -167,7 +167,7 @@ def _codes_and_scales(entry: Entry) -> list[Entry]:
     for pieces in entry.layouts:
         _check_blocks(entry.ours, pieces)
     codes = replace(entry, trainable=False, codec=BLOCKS, beside=(beside,))
-    return [codes, Entry(beside, scales, dtype=torch.float32, trainable=False)]
+    return [codes, Entry(beside, scales, dtype=torch.float32, trainable=False, multiplies=True)]
 
 
 def _scales_of(piece: Piece) -> Piece:

@@ -127,6 +127,7 @@ class Entry:
     codec           what lies between its values and what is stored; None: it is stored as it is
     beside          parameters that hold what the codec stores beside this one's codes: scales
     below           of a table of integers: its rows hold different ones below so many, and not all of them are 0
+    multiplies      whether it is scales that FP8 codes are multiplied by
     """
 
     ours: str
@@ -137,6 +138,7 @@ class Entry:
     codec: Codec | None = None
     beside: tuple[str, ...] = ()
     below: int = 0
+    multiplies: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +242,7 @@ def block_scaled(
     piece = Piece(scale_name(published, scales), codec.scales(shape))
     return [
         Entry(ours, ((Piece(published, shape, cut=cut),),), trainable=False, codec=codec, beside=(beside,)),
-        Entry(beside, ((piece,),), dtype=torch.float32, trainable=False, codec=stored),
+        Entry(beside, ((piece,),), dtype=torch.float32, trainable=False, codec=stored, multiplies=True),
     ]
 
 
