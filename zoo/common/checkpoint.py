@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.common.codecs import LARGEST
 from zoo.common.files import fresh_folder
 from zoo.common.hub import SIDECARS, locate
+from zoo.common.ops.fp8_quantise.reference import LARGEST
 from zoo.common.reading import CONFIG_BYTES, JSON_BYTES, parse_object, read_bytes, shown, some
 from zoo.common.shards import (
     DTYPES,

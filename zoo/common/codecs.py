@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.e2m1 import GROUP, LARGEST_SCALE, dequantised, quantised
-from zoo.common.ops.fp8_quantise.reference import next_power_of_two
-
-LARGEST = 448.0  # of float8_e4m3fn
+from zoo.common.ops.fp8_quantise.reference import LARGEST, next_power_of_two
 
 
 class Codec(Protocol):

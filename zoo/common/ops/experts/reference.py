@@ -35,7 +35,13 @@ def experts_backward(
         assert grad_x is not None and weight_grad is not None
         grad_gate_up[e] = weight_grad
         slot_grads[row, slot] = grad_x
-    total = torch.zeros_like(x_RD, dtype=torch.promote_types(x_RD.dtype, torch.float32))
-    for slot in slot_grads.unbind(1):  # torch's sum adds in an order that depends on the width
+    return added_by_slot(slot_grads), grad_gate_up, grad_down
+
+
+def added_by_slot(slot_grads_RKD: Tensor) -> Tensor:
+    """A row's slots in ascending order, in FP32, rounded once: torch's sum adds in an order that depends on the width."""
+    first = slot_grads_RKD[:, 0]
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    for slot in slot_grads_RKD.unbind(1):
         total = total + slot
-    return total.to(x_RD.dtype), grad_gate_up, grad_down
+    return total.to(first.dtype)

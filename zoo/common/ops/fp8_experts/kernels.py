@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.common.ops.experts.kernels import Layout, lay_out
-from zoo.common.ops.fp8_experts.reference import added_by_slot
+from zoo.common.ops.experts.reference import added_by_slot
 from zoo.common.ops.fp8_linear.kernels import fp8_linear, fp8_linear_backward
 from zoo.common.ops.fp8_quantise.kernels import fp8_quantise
 from zoo.common.ops.swiglu.kernels import swiglu, swiglu_backward

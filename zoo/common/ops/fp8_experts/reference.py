@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from zoo.common.ops.experts.reference import added_by_slot
 from zoo.common.ops.fp8_linear.reference import fp8_linear, fp8_linear_backward
 from zoo.common.ops.fp8_quantise.reference import fp8_quantise
 from zoo.common.ops.swiglu.reference import swiglu, swiglu_backward
@@ -42,12 +42,3 @@ def fp8_experts_backward(
         grad_gate_up = swiglu_backward(grad_hidden, gate_up, limit)
         slot_grads[row, slot] = fp8_linear_backward(grad_gate_up, weights.gate_up_codes_X2FD[e], weights.gate_up_scales_XBG[e], x_RD.dtype)
     return added_by_slot(slot_grads)
-
-
-def added_by_slot(slot_grads_RKD: Tensor) -> Tensor:
-    """A row's slots in ascending order, in FP32, rounded once: torch's sum adds in an order that depends on the width."""
-    first = slot_grads_RKD[:, 0]
-    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-    for slot in slot_grads_RKD.unbind(1):
-        total = total + slot
-    return total.to(first.dtype)
