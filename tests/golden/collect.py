@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.golden.geometries import GEOMETRIES
+from tests.golden.geometries import CODES, GEOMETRIES
 from zoo.common.engine import Engine
 from zoo.common.registry import model_class
 from zoo.common.rollouts import SamplingParams
@@ -27,11 +27,13 @@ from zoo.common.rows import Rows
 
 # The adapter: how a model is made, rows are pushed, and what the tensors that a memory shows mean.
 
-DTYPES = {"aligned": torch.bfloat16, "transformers": torch.float32}
+DTYPES = {"aligned": torch.bfloat16, "fp8": torch.bfloat16, "transformers": torch.float32}
 CACHED = {
     "k": "keys",
     "v": "values",
     "latent": "latent rows",
+    "index_codes": "index keys, codes",
+    "index_scales": "index keys, scales",
     "index": "index keys",
     "window": "rows, one a token",
     "csa": "compressed rows of 4",
@@ -135,8 +137,12 @@ class Case:
 
 def cases(device: str) -> list[Case]:
     """The program `transformers` runs on a CPU alone."""
-    aligned = [Case(architecture, geometry, "aligned") for architecture, each in GEOMETRIES.items() for geometry in each]
-    return aligned if device == "cuda" else aligned + [Case(architecture, "tiny", "transformers") for architecture in GEOMETRIES]
+    served = [
+        Case(architecture, geometry, "fp8" if geometry == CODES else "aligned")
+        for architecture, each in GEOMETRIES.items()
+        for geometry in each
+    ]
+    return served if device == "cuda" else served + [Case(architecture, "tiny", "transformers") for architecture in GEOMETRIES]
 
 
 @dataclass

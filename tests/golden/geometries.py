@@ -158,11 +158,29 @@ _DEEPSEEK_V4_ODD: Fields = {
     "swiglu_limit": 0.7,
 }
 
+
+def _codes(*kept: str) -> Fields:
+    """Of a checkpoint in FP8 codes, beside the fields of its model."""
+    return {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["lm_head", *kept],
+        }
+    }
+
+
+_QWEN3_5_KEPT = ("embed_tokens", "in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "shared_expert_gate")
+_WIDER_EXPERTS: Fields = {**_EXPERTS, "moe_intermediate_size": 128}  # blocks of 128 want them
+CODES = "codes"  # a geometry of the program fp8
+
 # architecture -> geometry -> the fields of its config.json
 GEOMETRIES: dict[str, dict[str, Fields]] = {
     "qwen3": {
         "tiny": {"model_type": "qwen3", **_QWEN3, **_DENSE},
         "odd": {"model_type": "qwen3", **_QWEN3, **_ODD, **_DENSE_ODD, "num_hidden_layers": 2},
+        CODES: {"model_type": "qwen3", **_QWEN3, **_DENSE, **_codes()},
     },
     "qwen3_moe": {
         "tiny": {"model_type": "qwen3_moe", **_QWEN3, **_QWEN3_EXPERTS, **_EXPERTS},
@@ -175,7 +193,24 @@ GEOMETRIES: dict[str, dict[str, Fields]] = {
     "qwen3_5_moe": {
         "tiny": {"model_type": "qwen3_5_moe_text", **_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 64},
         "odd": {"model_type": "qwen3_5_moe_text", **_QWEN3_5_ODD, **_EXPERTS_ODD, "shared_expert_intermediate_size": 80},
+        CODES: {
+            "model_type": "qwen3_5_moe_text",
+            **_QWEN3_5,
+            **_WIDER_EXPERTS,
+            "shared_expert_intermediate_size": 128,
+            **_codes(*_QWEN3_5_KEPT),
+        },
     },
-    "glm5": {"tiny": _GLM5, "odd": _GLM5_ODD},
+    "glm5": {
+        "tiny": _GLM5,
+        "odd": _GLM5_ODD,
+        CODES: {
+            **_GLM5,
+            "q_lora_rank": 128,
+            "moe_intermediate_size": 128,
+            "index_head_dim": 128,
+            **_codes("embed_tokens", "mlp.gate", "indexers_proj"),
+        },
+    },
     "deepseek_v4": {"tiny": _DEEPSEEK_V4, "odd": _DEEPSEEK_V4_ODD},
 }
