@@ -1,7 +1,8 @@
 """How long a model needs until nothing more compiles: `python -m benchmarks.start ARCH --size SIZE`, a process for each case.
 
 `alone` compiles in one process into empty caches, `side by side` in several into empty ones, and `again` finds what the latter left.
-Then requests of odd lengths, batches and filters are served, and what is compiled for them is counted: it should be nothing.
+Then requests of odd lengths, batches and filters are served, and what is compiled for them is counted: it should be nothing. With
+`--engine sglang` it is a stock SGLang with the plugin, from the call that starts it to its first answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import USUAL_HELP, USUAL_SIZES, Recorder, about, geometry, table
+from benchmarks.serve import LATE
 from zoo.common.compilations import watch
 from zoo.common.engine import Engine
 from zoo.common.registry import architectures
@@ -37,6 +39,7 @@ ODD: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (2100, 1, {"temperature": 0.0}),
     (1000, 13, {"top_p": 0.95, "top_k": 50}),
 )
+TOKENS = 65536  # that a server holds
 COLUMNS = ("case", "processes", "seconds", "variants", "served_seconds", "compiled_after")
 
 
@@ -67,6 +70,53 @@ def measure(given: argparse.Namespace, processes: int | None) -> dict[str, Any]:
     }
 
 
+def measure_server(given: argparse.Namespace) -> dict[str, Any]:
+    """The same of an `sglang.Engine`, whose weights are written first."""
+    import sglang
+
+    config, _, server_class = geometry(given.arch, given.size or USUAL_SIZES[given.arch], given.layers)
+    with tempfile.TemporaryDirectory(prefix="zoo-start-") as work:
+        folder = Path(work) / "weights"
+        server_class.from_config(config, seed=1, device=given.device).save_pretrained(folder)
+        torch.cuda.empty_cache()
+        begin = time.monotonic()
+        engine = sglang.Engine(
+            model_path=str(folder),
+            attention_backend="zoo",
+            skip_tokenizer_init=True,
+            chunked_prefill_size=given.chunk,
+            max_running_requests=given.batch,
+            max_total_tokens=TOKENS,
+            log_level="warning",
+        )
+        try:
+            engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2})
+            seconds = time.monotonic() - begin
+            before = _compiled(engine)
+            begin = time.monotonic()
+            draw = torch.Generator().manual_seed(0)
+            for length, requests, how in ODD:
+                prompt = torch.randint(3, config.vocabulary, (length,), generator=draw).tolist()
+                engine.generate(
+                    input_ids=[prompt] * min(requests, given.batch),
+                    sampling_params={"max_new_tokens": 9, "ignore_eos": True, **how},
+                    return_logprob=True,
+                    logprob_start_len=0,
+                )
+            served = time.monotonic() - begin
+            after = _compiled(engine)
+        finally:
+            engine.shutdown()
+    return {"processes": None, "seconds": seconds, "variants": before, "served_seconds": served, "compiled_after": after, "late": []}
+
+
+def _compiled(engine: Any) -> int:
+    """Kernel variants that the server has compiled since it takes requests."""
+    from zoo.sglang_plugin.client import states
+
+    return sum(state["compilations"] for state in states(engine))
+
+
 def in_a_process(words: Sequence[str], case: str, folder: Path) -> dict[str, Any]:
     """The case's numbers, with the compilers' caches under `folder`. ValueError with the process's last line if it fails."""
     environment = {**os.environ, **{name: str(folder / place) for name, place in FOLDERS.items()}}
@@ -75,6 +125,8 @@ def in_a_process(words: Sequence[str], case: str, folder: Path) -> dict[str, Any
     if done.returncode:
         raise ValueError(f"{case}: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["compiled_after"] and not found["late"]:  # a server logs them
+        found["late"] = [line for line in done.stderr.splitlines() if LATE in line]
     return found
 
 
@@ -87,16 +139,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="prompt rows of a push at most")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a push at most")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(words)
     if given.case:
-        print(json.dumps(measure(given, CASES[given.case])))
+        print(json.dumps(measure_server(given) if given.engine == "sglang" else measure(given, CASES[given.case])))
         return 0
     recorder = Recorder(given.out, about(torch.device(given.device), False))
     shared = {
         "kind": "start",
+        "engine": given.engine,
         "arch": given.arch,
         "size": given.size or USUAL_SIZES[given.arch],
         "chunk": given.chunk,
