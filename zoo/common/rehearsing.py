@@ -54,12 +54,12 @@ def can_be_made_anew(model: ForServing) -> bool:
 
 
 def processes_for(model: ForServing, pushes: int) -> int:
-    """How many processes share `pushes`: by cores, and by what the GPU has room for. 0 on a CPU, and where no other process can."""
+    """How many processes share `pushes`: by cores, and by half of the GPU's free memory. 0 on a CPU, and where no other process can."""
     if model.device.type != "cuda" or not can_be_made_anew(model):
         return 0
     free, _ = torch.cuda.mem_get_info(model.device)
     each = BESIDE + sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return int(min(PROCESSES, os.cpu_count() or 1, pushes, free // each))
+    return int(min(PROCESSES, os.cpu_count() or 1, pushes, free // 2 // each))
 
 
 def side_by_side(model: ForServing, shares: Sequence[Sequence[Counts]], page_size: int | None) -> Iterator[int]:
