@@ -64,7 +64,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="seed of random weights")] = 0,
     masters: Annotated[bool, typer.Option(help="with rung 5 the trainer's parameters are FP32 masters; without, BF16 ones")] = True,
     program: Annotated[
-        str | None, typer.Option(help="fp8: random weights in FP8 codes; a checkpoint's own weights say what it is", show_default=False)
+        str | None, typer.Option(help="fp8, mxfp4: random weights in codes; a checkpoint's own weights say what it is", show_default=False)
     ] = None,
     shared_weights: Annotated[
         bool, typer.Option(help="the server reads the trainer's own weights: for a model that fits once, rungs 1 to 4")

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all hashed, no window alone": {"num_hash_layers": 4, "compress_ratios": [128, 128, 4, 128], "o_groups": 4, "sliding_window": 5},
     "all learned, a small limit": {"num_hash_layers": 0, "swiglu_limit": 0.7, "hc_sinkhorn_iters": 3, "compress_ratios": [4, 0, 0, 4]},
 }
+CODES = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
 FP32: dict[str, Any] = {"program": "transformers", "dtype": torch.float32, "device": "cpu"}
 
 
@@ -256,7 +257,12 @@ def test_a_tiny_published_folder(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41' is not supported, only 'deepseek_v4'"),
-        ({"quantization_config": {"quant_method": "fp8"}, "expert_dtype": "fp4"}, "quantization_config .* is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None in quantization_config .* only \[128, 128\]"),
+        ({"quantization_config": {**CODES, "scale_fmt": None}}, "scale_fmt None in quantization_config is not supported, only 'ue8m0'"),
+        ({"quantization_config": CODES, "expert_dtype": "fp6"}, "expert_dtype 'fp6' is not supported, only 'fp8' or 'fp4'"),
+        ({"quantization_config": {**CODES, "expert_dtype": "fp8"}, "expert_dtype": "fp4"}, "expert_dtype is 'fp4', and 'fp8' in"),
+        ({"quantization_config": {**CODES, "surprise": 1}}, "quantization_config has the unknown field 'surprise'"),
+        ({"quantization_config": "fp8"}, "quantization_config must be an object, it is 'fp8'"),
         ({"compress_ratios": [0, 4, 16, 4]}, "compress_ratios has 4 entries, there are 5 layers"),
         ({"compress_ratios": [0, 4, 16, 4, 32]}, r"compress_ratios holds \[16, 32\] beside 0 and 4, there is one heavy ratio"),
         ({"compress_ratios": [0, 4, 16, 4, -1]}, "compress_ratios must be a list of integers of at least 0"),

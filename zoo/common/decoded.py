@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.common.checkpoint import Checkpoint, SideFile, check_finite
 from zoo.common.program import specification
-from zoo.common.quantisation import FIELD
+from zoo.common.quantisation import FIELD, usual_program
 from zoo.common.reading import parse_object
 from zoo.common.shards import INDEX, NAMES, Shard, StoredTensor, header_of
 from zoo.common.weights import Entry, WeightTable
@@ -55,8 +55,8 @@ def as_read(source: Checkpoint, family: Family, program: str, dtype: torch.dtype
         return source, config
     if dtype is None:
         raise ValueError(
-            f"{source.folder} has matrices in FP8 codes: program='fp8' computes with them, dtype=torch.bfloat16 rounds their "
-            "values once at load"
+            f"{source.folder} has matrices in FP8 codes{' and packed experts' if config.quantised.packed else ''}: "
+            f"program={usual_program(config)!r} computes with them, dtype=torch.bfloat16 rounds their values once at load"
         )
     plain = decoded(source, family.table(config))
     return plain, family.config.from_hf(plain.config)

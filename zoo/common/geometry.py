@@ -120,6 +120,12 @@ class Geometry(metaclass=_UseCache):
         assert len(set(self.kinds.values())) == 1, f"{self.family} has several architectures and doesn't tell them apart"
         return next(iter(self.kinds.values()))
 
+    def codes(self, packed: bool) -> Quantisation:
+        """How its matrices are codes where they are, `packed`: with experts in MXFP4. ValueError for a family that has none of these."""
+        if packed:
+            raise ValueError(f"{self.family} reads no checkpoint with experts in MXFP4")
+        return Quantisation(self.kept)
+
     @property
     def written_type(self) -> str:
         """The model_type of a new config.json."""

@@ -27,7 +27,7 @@ from zoo.common.ops import table_hash
 from zoo.common.ops.contract import program_lines
 from zoo.common.processes import Alone, InStep, Recent, is_sharded, processes_of, reshard, whole
 from zoo.common.program import Program, parse_device, parse_dtype, resolve
-from zoo.common.quantisation import CODE_OPS, take_codes
+from zoo.common.quantisation import take_codes, usual_program
 from zoo.common.recipe import Draw, usual_recipe
 from zoo.common.rows import check_dense
 from zoo.common.toolchain import toolchain
@@ -424,7 +424,7 @@ class Pretrained(nn.Module):
 
     def fingerprint(self) -> Fingerprint:
         device = next(self.parameters()).device
-        named = {*DRIVER_OPS, *self.family.used_ops(self.config), *(() if self.config.quantised is None else CODE_OPS)}
+        named = {*DRIVER_OPS, *self.family.used_ops(self.config), *(() if self.config.quantised is None else self.config.quantised.ops)}
         used = {op for name in named for op in self.program.ops_for(name)}
         made = realisation(self, self.program, used)
         if self._label is not None:
@@ -462,8 +462,10 @@ class Pretrained(nn.Module):
             raise ValueError(f"program {program.name!r} computes in {masters}: its parameters are masters already, leave master_dtype out")
         if program.codes and config.quantised is None:
             raise ValueError(f"program {program.name!r} computes with FP8 codes, and this model's config has no quantization_config")
-        if config.quantised is not None and not program.codes:
-            raise ValueError(f"this model's matrices are FP8 codes, which program {program.name!r} does not compute with: take 'fp8'")
+        if config.quantised is not None and (not program.codes or config.quantised.packed != program.packed):
+            what = "experts are packed in four bits" if config.quantised.packed else "matrices are FP8 codes"
+            wanted = usual_program(config)
+            raise ValueError(f"this model's {what}, which program {program.name!r} does not compute with: take {wanted!r}")
         with torch.device("meta"):
             module = cls(config, program)
             if config.quantised is not None:

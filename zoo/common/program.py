@@ -35,6 +35,7 @@ class Specification:
     by_geometry   by device and op, (how a shape begins, byte class): the class of an op's shapes that begin so, whatever the rows
     key_segments  by device, (widest head, keys per attention pass): see Program
     codes         whether weights that a checkpoint has as codes and scales are computed with as such
+    packed        whether experts among them are MXFP4
     instead       op -> the ops that stand for it where the program has other operands for the same purpose; none: it is left out
     captures      whether the kernels take every size that changes from the device, so that whole prefills can be captured
     otherwise     what the refusal of another dtype or device advises
@@ -48,6 +49,7 @@ class Specification:
     captures: bool
     otherwise: str
     codes: bool = False
+    packed: bool = False
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def derived(self, classes: Mapping[str, Mapping[str, str]] | None = None, **changes: Any) -> Specification:
@@ -149,6 +151,8 @@ PROGRAMS: Mapping[str, Specification] = {
     ),
     # aligned, over a checkpoint whose matrices are FP8 codes with scales; a selector has codes of its queries and keys
     "fp8": _ALIGNED.derived(codes=True, instead=CODED_INDEX, otherwise="a checkpoint in FP8 has BF16 beside its codes"),
+    # the same with experts packed in MXFP4, whose rows stay BF16
+    "mxfp4": _ALIGNED.derived(codes=True, packed=True, otherwise="a checkpoint with packed experts has BF16 beside its codes"),
     # aligned, with both operands of the vocabulary product widened to FP32
     "fp32_head": _ALIGNED.derived(classes={"cpu": {HEAD: "fp32_operands"}, "cuda": {HEAD: "fp32_operands"}}),
 }
@@ -193,6 +197,11 @@ class Program:
     def codes(self) -> bool:
         """Whether weights that a checkpoint has as codes and scales are computed with as such."""
         return PROGRAMS[self.name].codes
+
+    @property
+    def packed(self) -> bool:
+        """Whether experts among them are MXFP4."""
+        return PROGRAMS[self.name].packed
 
     def ops_for(self, op: str) -> tuple[str, ...]:
         """The ops that do what `op` is asked for: itself, but where the program says another, or none."""

@@ -1,14 +1,15 @@
 """Checkpoints whose matrices are FP8 codes with a scale a block: what config.json says of them, and the weight table that follows.
 
 The published format is transformers' `finegrained_fp8`: codes in e4m3 and beside them a tensor of FP32 scales named inverse, which
-multiply, one for each block of 128 x 128. What a program computes with stands in `zoo.common.program`.
+multiply, one for each block of 128 x 128. With scale_fmt "ue8m0" scales are powers of two, stored as exponents, and have names of their
+own. What a program computes with stands in `zoo.common.program`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -16,15 +17,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from zoo.common.codecs import BlockScaled
+from zoo.common.codecs import BlockScaled, Exponents
 from zoo.common.config import FieldReader
-from zoo.common.ops.fp8_quantise import FP32_SCALES, GROUP, ScaleRule
+from zoo.common.ops.fp8_quantise import FP32_SCALES, GROUP, POWERS_OF_TWO, ScaleRule
 from zoo.common.reading import shown
-from zoo.common.weights import Entry, Piece, WeightTable
+from zoo.common.weights import LARGEST_FP8_SCALE, Entry, Piece, WeightTable, scale_name
 
 FIELD = "quantization_config"
 SCALES = "_scale_inv"  # behind the name of the codes
+EXPONENTS = ".scale"  # in place of the last part of it
 BLOCKS = BlockScaled(GROUP, GROUP)
+POWER_BLOCKS = BlockScaled(GROUP, GROUP, power_of_two=True)
+FORMAT = "ue8m0"  # of scales that are exponents
 # of quantization_config: the one value that is read, and whether it may be missing
 _FIXED = {
     "quant_method": ("fp8", False),
@@ -44,7 +48,8 @@ class TakesCodes(Protocol):
         """Parameter `name` becomes codes. `rule`: of the scales of rows."""
 
 
-CODE_OPS = ("fp8_quantise", "fp8_linear", "fp8_experts")  # that a model with codes calls besides its family's
+EXPERTS = "expert_dtype"
+_EXPERTS = {False: "fp8", True: "fp4"}  # whether experts are packed
 _KEPT = ("modules_to_not_convert", "ignored_layers")
 
 
@@ -52,16 +57,31 @@ _KEPT = ("modules_to_not_convert", "ignored_layers")
 class Quantisation:
     """Weights in FP8 codes.
 
-    kept  published names of modules whose weights are stored as they are, or what such names begin or end with
-    rule  how the scale of a group of 128 activations comes from its largest
+    kept       published names of modules whose weights are stored as they are, or what such names begin or end with
+    rule       how the scale of a group of 128 activations comes from its largest
+    exponents  whether scales are powers of two, stored as exponents
+    packed     whether experts are MXFP4 instead
     """
 
     kept: tuple[str, ...] = ("lm_head",)
     rule: ScaleRule = FP32_SCALES
+    exponents: bool = False
+    packed: bool = False
 
     def __repr__(self) -> str:
         digest = hashlib.sha256("\n".join(sorted(self.kept)).encode()).hexdigest()[:16]
-        return f"Quantisation({len(self.kept)} names kept, {digest}, {self.rule})"
+        more = (", scales are exponents" if self.exponents else "") + (", experts are packed" if self.packed else "")
+        return f"Quantisation({len(self.kept)} names kept, {digest}, {self.rule}{more})"
+
+    @property
+    def blocks(self) -> BlockScaled:
+        """The codec of its FP8 matrices."""
+        return POWER_BLOCKS if self.exponents else BLOCKS
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Names of the ops that a model with such weights calls besides its family's."""
+        return ("fp8_quantise", "fp8_linear", "packed_experts" if self.packed else "fp8_experts")
 
     def keeps(self, module: str) -> bool:
         """Whether the weight of a module is stored as it is, by its published name."""
@@ -83,15 +103,43 @@ class Quantisation:
 def read_quantisation(reader: FieldReader, name: str) -> Quantisation | None:
     """None where there is no such field. ValueError for another method, block or scheme than is built, naming it."""
     given = reader.raw(name, None)
+    return None if given is None else _parsed(reader, name, given, _FIXED)
+
+
+def read_exponents(reader: FieldReader, name: str) -> Quantisation | None:
+    """The same for scales that are exponents. `expert_dtype` beside it or in it says what experts are: "fp8", or "fp4" for packed ones."""
+    given = reader.raw(name, None)
+    beside = reader.raw(EXPERTS, None)
     if given is None:
         return None
+    inside = given.get(EXPERTS) if isinstance(given, dict) else None
+    if None not in (beside, inside) and beside != inside:
+        raise ValueError(f"{reader.family}: {EXPERTS} is {shown(beside)}, and {shown(inside)} in {name}")
+    experts = inside if beside is None else beside
+    if experts not in (None, *_EXPERTS.values()):
+        raise ValueError(f"{reader.family}: {EXPERTS} {shown(experts)} is not supported, only 'fp8' or 'fp4'")
+    rest = {field: value for field, value in given.items() if field != EXPERTS} if isinstance(given, dict) else given
+    found = _parsed(reader, name, rest, {**_FIXED, "scale_fmt": (FORMAT, False)})
+    return replace(found, rule=POWERS_OF_TWO, exponents=True, packed=experts == _EXPERTS[True])
+
+
+def write_exponents(config: Any) -> dict[str, Any]:
+    """The published fields of such weights, none for weights that are stored as they are."""
+    how = config.quantised
+    if how is None:
+        return {}
+    written = {**_written(), "scale_fmt": FORMAT, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {FIELD: written | ({"modules_to_not_convert": list(how.kept)} if how.kept else {}), EXPERTS: _EXPERTS[how.packed]}
+
+
+def _parsed(reader: FieldReader, name: str, given: Any, fixed: Mapping[str, tuple[Any, bool]]) -> Quantisation:
     if not isinstance(given, dict):
         raise ValueError(f"{reader.family}: {name} must be an object, it is {shown(given)}")
-    for field, (wanted, may_lack) in _FIXED.items():
+    for field, (wanted, may_lack) in fixed.items():
         value = given.get(field, wanted if may_lack else None)
         if value != wanted:
             raise ValueError(f"{reader.family}: {field} {shown(value)} in {name} is not supported, only {shown(wanted)}")
-    unknown = sorted(set(given) - set(_FIXED) - set(_KEPT))
+    unknown = sorted(set(given) - set(fixed) - set(_KEPT))
     if unknown:
         raise ValueError(f"{reader.family}: {name} has the unknown field {shown(unknown[0])}")
     kept: list[str] = []
@@ -107,20 +155,25 @@ def write_quantisation(config: Any) -> dict[str, Any]:
     """The published field, none for weights that are stored as they are."""
     if config.quantised is None:
         return {}
-    written = {field: wanted for field, (wanted, may_lack) in _FIXED.items() if not may_lack}
-    return {FIELD: {**written, "activation_scheme": "dynamic", "modules_to_not_convert": list(config.quantised.kept)}}
+    return {FIELD: {**_written(), "activation_scheme": "dynamic", "modules_to_not_convert": list(config.quantised.kept)}}
 
 
-def in_codes(config: Any) -> Any:
-    """The same geometry with its matrices in codes. ValueError for a family that reads no such checkpoint."""
+def _written() -> dict[str, Any]:
+    return {field: wanted for field, (wanted, may_lack) in _FIXED.items() if not may_lack}
+
+
+def in_codes(config: Any, *, packed: bool = False) -> Any:
+    """The same geometry with its matrices in codes, `packed`: its experts in MXFP4. ValueError for a family that reads none such."""
     if "quantised" not in {field.name for field in fields(config)}:
         raise ValueError(f"{config.family} reads no checkpoint in FP8 codes yet")
-    return replace(config, quantised=Quantisation(config.kept), published={})
+    return replace(config, quantised=config.codes(packed), published={})
 
 
 def usual_program(config: Any) -> str:
     """The program that computes with a model's weights as they are stored."""
-    return "aligned" if config.quantised is None else "fp8"
+    if config.quantised is None:
+        return "aligned"
+    return "mxfp4" if config.quantised.packed else "fp8"
 
 
 def quantised(table: WeightTable, how: Quantisation | None, matrices: str) -> WeightTable:
@@ -135,9 +188,12 @@ def quantised(table: WeightTable, how: Quantisation | None, matrices: str) -> We
     how = how.inside(table.prefix)
     entries: list[Entry] = []
     for entry in table.entries:
+        if entry.codec is not None:  # codes of another kind
+            entries.append(entry)
+            continue
         coded = {_is_codes(piece, how, matrices) for pieces in entry.layouts for piece in pieces}
         if coded == {True}:
-            entries += _codes_and_scales(entry)
+            entries += _codes_and_scales(entry, how)
         elif True in coded:
             some = [piece.published for piece in entry.layouts[0] if not _is_codes(piece, how, matrices)]
             raise ValueError(f"{entry.ours} is one matrix of codes here, and {FIELD} keeps a part of it as it is: {some[0]}")
@@ -149,30 +205,32 @@ def quantised(table: WeightTable, how: Quantisation | None, matrices: str) -> We
 def take_codes(module: nn.Module, table: WeightTable, how: Quantisation) -> None:
     """The layers' matrices that are codes in a table become codes and scales, under the names that it has."""
     for entry in table.entries:
-        if entry.codec == BLOCKS:
+        if entry.codec == how.blocks:
             owner, _, name = entry.ours.rpartition(".")
             part = module.get_submodule(owner)
             if not isinstance(part, TakesCodes):
                 raise ValueError(f"{entry.ours} of a {type(part).__name__} can't be FP8 codes")
-            part.take_codes(name, BLOCKS, how.rule)
+            part.take_codes(name, how.blocks, how.rule)
 
 
 def _is_codes(piece: Piece, how: Quantisation, matrices: str) -> bool:
     return re.fullmatch(matrices, piece.published) is not None and not how.keeps(piece.published.removesuffix(".weight"))
 
 
-def _codes_and_scales(entry: Entry) -> list[Entry]:
+def _codes_and_scales(entry: Entry, how: Quantisation) -> list[Entry]:
     beside = f"{entry.ours}{SCALES}"
-    scales = tuple(tuple(_scales_of(piece) for piece in pieces) for pieces in entry.layouts)
+    names = EXPONENTS if how.exponents else SCALES
+    scales = tuple(tuple(_scales_of(piece, names) for piece in pieces) for pieces in entry.layouts)
     for pieces in entry.layouts:
         _check_blocks(entry.ours, pieces)
-    codes = replace(entry, trainable=False, codec=BLOCKS, beside=(beside,))
-    return [codes, Entry(beside, scales, dtype=torch.float32, trainable=False, multiplies=True)]
+    codes = replace(entry, trainable=False, codec=how.blocks, beside=(beside,))
+    stored = Exponents(held=torch.float32, largest=LARGEST_FP8_SCALE) if how.exponents else None
+    return [codes, Entry(beside, scales, dtype=torch.float32, trainable=False, codec=stored, multiplies=True)]
 
 
-def _scales_of(piece: Piece) -> Piece:
+def _scales_of(piece: Piece, names: str) -> Piece:
     """The scales of a piece, where they lie: as many rows in front as there are blocks."""
-    return Piece(f"{piece.published}{SCALES}", BLOCKS.scales(piece.shape), expert=piece.expert, start=-(-piece.start // BLOCKS.rows))
+    return Piece(scale_name(piece.published, names), BLOCKS.scales(piece.shape), expert=piece.expert, start=-(-piece.start // BLOCKS.rows))
 
 
 def _check_blocks(ours: str, pieces: Iterable[Piece]) -> None:

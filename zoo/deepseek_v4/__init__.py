@@ -1,7 +1,9 @@
 """DeepSeek-V4 Flash and Pro."""
 
+from functools import partial
+
 from zoo.common.family import Architecture, Family
-from zoo.deepseek_v4.config import PUBLISHED_TINY, SIZES, DeepseekV4Config
+from zoo.deepseek_v4.config import PUBLISHED_TINY, SIZES, DeepseekV4Config, in_form
 from zoo.deepseek_v4.model import DeepseekV4Model, used_ops
 from zoo.deepseek_v4.modeling_serve import DeepseekV4ForServing
 from zoo.deepseek_v4.modeling_train import DeepseekV4ForRL
@@ -31,9 +33,11 @@ FAMILY = Family(
             usual_size="tiny",
             qualified_sizes=("tiny",),
             tiny=PUBLISHED_TINY,
+            tiny_codes={"q_lora_rank": 128, "moe_intermediate_size": 128},
         ),
     ),
     page_size=_page_size,
     recipe=recipe,
     unused_tensors=unused_tensors,
+    forms={"fp8": partial(in_form, False), "mxfp4": partial(in_form, True)},
 )

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+from zoo.common import ops
 from zoo.common.config import FieldReader
 from zoo.common.geometry import Fixed, Geometry, Published, eos_of
 from zoo.common.ops import Sinkhorn, Yarn
+from zoo.common.quantisation import FIELD, Quantisation, in_codes, read_exponents, write_exponents
 from zoo.common.reading import shown
 
 WINDOW = "sliding_attention"
@@ -18,8 +20,8 @@ KINDS = (WINDOW, SPARSE, HEAVY)
 PUBLISHED_RATIOS = {SPARSE: 4, HEAVY: 128}
 HASHED = ("hash_moe", "moe")
 MTP_LAYERS = 16
-# widths that transformers keeps under second names, and how published weights are stored, which says nothing where none are quantised
-UNREAD = frozenset({"intermediate_size", "num_local_experts", "expert_dtype", "ep_size", "pretraining_tp"})
+# widths that transformers keeps under second names
+UNREAD = frozenset({"intermediate_size", "num_local_experts", "ep_size", "pretraining_tp"})
 
 
 class Rotation(NamedTuple):
@@ -250,6 +252,7 @@ class DeepseekV4Config(Geometry):
     hashed               layers whose experts a table names by the token
     streams, mixing      residual streams, and how they mix
     mtp_layers           published layers of a drafter, which are carried and not used
+    quantised            how its matrices are stored as codes, and whether its experts are packed
     published            config.json as it was read
     """
 
@@ -296,6 +299,7 @@ class DeepseekV4Config(Geometry):
     positions: Annotated[int, Published("max_position_embeddings", FieldReader.integer)]
     mtp_layers: Annotated[int, Published("num_nextn_predict_layers", _mtp_layers)] = 0
     eos: Annotated[tuple[int, ...], Published("eos_token_id", FieldReader.tokens, eos_of)] = ()
+    quantised: Annotated[Quantisation | None, Published(FIELD, read_exponents, write_exponents)] = None
     published: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -311,6 +315,14 @@ class DeepseekV4Config(Geometry):
     def page(self) -> int:
         """Tokens of the smallest page that holds whole compressed rows of both kinds."""
         return math.lcm(self.rates.sparse, self.rates.heavy)
+
+    @property
+    def packed(self) -> bool:
+        """Whether its experts are MXFP4."""
+        return self.quantised is not None and self.quantised.packed
+
+    def codes(self, packed: bool) -> Quantisation:
+        return Quantisation((), ops.POWERS_OF_TWO, exponents=True, packed=packed)
 
     def rate(self, kind: str) -> int:
         """Tokens of a compressed row of a layer of this kind; 0: it has none."""
@@ -332,6 +344,11 @@ class DeepseekV4Config(Geometry):
         for name in reader.fields:
             if name.startswith("dspark_"):  # of a drafter, whose tensors are carried
                 reader.raw(name)
+
+
+def in_form(packed: bool, fields: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a BF16 checkpoint -> that of the same model in codes."""
+    return {**fields, **write_exponents(in_codes(DeepseekV4Config.from_hf(fields), packed=packed))}
 
 
 def _published(**sizes: Any) -> DeepseekV4Config:

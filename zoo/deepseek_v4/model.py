@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from zoo.common import ops
+from zoo.common.codecs import BlockScaled
 from zoo.common.history import OpenWindows, WholeWindows, WindowedRows
-from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, RotaryTable, logits
+from zoo.common.layers import Embedding, Experts, GatedMLP, Linear, PackedExperts, RMSNorm, RotaryTable, hold_codes, logits
 from zoo.common.masters import computed
 from zoo.common.memory import CompressedMemory
 from zoo.common.ops.compress.windows import first_positions
 from zoo.common.program import Program, split_k
 from zoo.common.rows import Rows
+from zoo.common.values import has_values, hold_values, values
 from zoo.common.walk import CausalModel
 from zoo.deepseek_v4.config import SPARSE, WINDOW, DeepseekV4Config
 
@@ -216,6 +218,11 @@ class Attention(nn.Module):
         if kind == SPARSE:
             self.indexer = Indexer(c, program)
 
+    def take_codes(self, name: str, codec: BlockScaled, rule: ops.ScaleRule) -> None:
+        """grouped is codes, which are computed with decoded: the released model multiplies its groups in BF16."""
+        hold_codes(self, name, codec)
+        hold_values(self, name, codec, self.program.torch_dtype)
+
     def forward(self, x_RD: Tensor, rows: Rows, memory: CompressedMemory, rotary: Rotations) -> Tensor:
         compresses = "compressor" in self._modules
         table = (rotary.compressed if compresses else rotary.main).on(x_RD.device)
@@ -231,8 +238,9 @@ class Attention(nn.Module):
         history = memory.append(row_RE, pooled_RE, rows)
         o_RHE = self.attend(q_RHE, history, chosen_RK, rows)
         o_RHE = ops.tail_rope(o_RHE, table, rows.positions_R, program=self.program, inverse=True)
-        grouped = computed(self, "grouped").unflatten(0, (self.groups, -1))
-        group_RGC = ops.head_linear(o_RHE.flatten(1).unflatten(1, (self.groups, -1)), grouped, program=self.program)
+        grouped = values(self, "grouped") if has_values(self, "grouped") else computed(self, "grouped")
+        group_RGK = o_RHE.flatten(1).unflatten(1, (self.groups, -1))
+        group_RGC = ops.head_linear(group_RGK, grouped.unflatten(0, (self.groups, -1)), program=self.program)
         return self.out(group_RGC.flatten(1))
 
 
@@ -272,7 +280,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = logits(c.hidden, c.whole.experts, program)
         self.route = HashRoute(c, program) if hashed else SoftplusRoute(c, program)
-        self.experts = Experts(c.experts, c.hidden, c.expert_intermediate, program, c.limit)
+        kind = PackedExperts if c.packed else Experts
+        self.experts = kind(c.experts, c.hidden, c.expert_intermediate, program, c.limit)
         self.shared = GatedMLP(c.hidden, c.shared_intermediate, program, c.limit)
 
     def forward(self, x_RD: Tensor, ids_R: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from zoo.common.quantisation import quantised
 from zoo.common.recipe import Draw, usual_recipe
-from zoo.common.weights import Cut, Entry, Piece, WeightTable, single, stacked_rows
+from zoo.common.weights import Cut, Entry, Piece, WeightTable, packed_experts, single, stacked_rows
 from zoo.deepseek_v4.config import SPARSE, WINDOW, DeepseekV4Config
 
+# that an FP8 checkpoint has in codes; experts may be packed instead
+MATRICES = r"layers\.\d+\.(attn\.(w[qo]_[ab]|wkv|indexer\.wq_b)|ffn\.(shared_experts|experts\.\d+)\.w[123])\.weight"
 CARRIED = (r"mtp\..*",)  # a drafter's
 SAVED = "model."  # what transformers puts before names, the head's left out
 # other names that it saves, behind that: published -> saved
@@ -26,13 +29,14 @@ RENAMED = (
 @functools.lru_cache(maxsize=2)  # with many experts it takes a second, and every update of weights asks for it
 def table(config: DeepseekV4Config) -> WeightTable:
     """Ours <- published, for every tensor of the geometry. A drafter's layers are carried."""
+    published = quantised(WeightTable(tuple(_entries(config)), carried=CARRIED), config.quantised, MATRICES)
     entries = [
         replace(entry, layouts=(*entry.layouts, tuple(replace(piece, published=saved(piece.published)) for piece in entry.layouts[0])))
         if saved(entry.layouts[0][0].published) != entry.layouts[0][0].published
         else entry
-        for entry in _entries(config)
+        for entry in published.entries
     ]
-    return WeightTable(tuple(entries), carried=CARRIED)
+    return replace(published, entries=tuple(entries))
 
 
 def saved(published: str) -> str:
@@ -133,20 +137,28 @@ def _mixture(config: DeepseekV4Config, hashed: bool, ours: str, theirs: str) -> 
         route = replace(names, below=count)
     else:  # published without a gradient: it is in no weight, only in the choice
         route = _wide(f"{ours}.route.bias", f"{theirs}.gate.bias", (count,), trainable=False)
-    gate_up = tuple(
-        Piece(f"{theirs}.experts.{e}.{name}.weight", (width, hidden), expert=e, start=start)
-        for e in range(count)
-        for name, start in (("w1", 0), ("w3", width))
-    )
-    down = tuple(Piece(f"{theirs}.experts.{e}.w2.weight", (hidden, width), expert=e) for e in range(count))
     return [
         single(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden)),
         route,
-        Entry(f"{ours}.experts.gate_up", (gate_up,)),
-        Entry(f"{ours}.experts.down", (down,)),
+        *_experts(config, f"{ours}.experts", f"{theirs}.experts"),
         stacked_rows(f"{ours}.shared.gate_up.weight", hidden, [(f"{shared}.{name}.weight", width, Cut()) for name in ("w1", "w3")]),
         single(f"{ours}.shared.down.weight", f"{shared}.w2.weight", (hidden, width), cut=Cut(1)),
     ]
+
+
+def _experts(config: DeepseekV4Config, ours: str, theirs: str) -> list[Entry]:
+    count = config.experts
+    hidden = config.hidden
+    width = config.expert_intermediate
+    if config.packed:
+        return packed_experts(ours, (theirs,), count, hidden, width)
+    gate_up = tuple(
+        Piece(f"{theirs}.{e}.{name}.weight", (width, hidden), expert=e, start=start)
+        for e in range(count)
+        for name, start in (("w1", 0), ("w3", width))
+    )
+    down = tuple(Piece(f"{theirs}.{e}.w2.weight", (hidden, width), expert=e) for e in range(count))
+    return [Entry(f"{ours}.gate_up", (gate_up,)), Entry(f"{ours}.down", (down,))]
 
 
 def recipe(published: str, shape: tuple[int, ...], tied: bool) -> Draw:

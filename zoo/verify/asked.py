@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zoo.common.registry import find
 
-PROGRAMS = ("aligned", "fp8")
+PROGRAMS = ("aligned", "fp8", "mxfp4")
 ENGINES = ("embedded", "sglang")
 RUNGS = {
     1: "the same program twice",

@@ -125,7 +125,7 @@ def geometry(
         config = config_of(arch, name, layers)
         if program is not None and specification(program).codes:
             widths = named.tiny_codes if name == "tiny" else {}
-            config = in_codes(family.config.from_hf({**config.to_hf(), **widths}))
+            config = in_codes(family.config.from_hf({**config.to_hf(), **widths}), packed=specification(program).packed)
         return config, config.to_hf()
     fields = read_config(checkpoint, revision)
     if fields.get("model_type") not in named.model_types:
