@@ -56,6 +56,9 @@ CONFIGS = {
     "all hashed, long rows": replace(
         SIZES["tiny"], **SHAPE, layers=2, kinds_of_layers=(HEAVY, SPARSE), hashed=(True, True), rates=Rates(4, 128), window=5
     ),
+    "all learned, published windows": replace(
+        SIZES["tiny"], **SHAPE, layers=2, kinds_of_layers=(SPARSE, HEAVY), hashed=(False, False), rates=Rates(4, 128), window=128
+    ),
     "windows alone, learned": replace(SIZES["tiny"], **SHAPE, layers=2, kinds_of_layers=(WINDOW, WINDOW), hashed=(False, False), streams=2),
 }
 STEM = tokens(48, 99)
@@ -67,11 +70,12 @@ REQUESTS = [
 ]
 FAMILY = Family(CONFIGS, DeepseekV4ForRL, DeepseekV4ForServing, REQUESTS)
 LENGTHS = (21, 1, 53)
-KINDS = tuple(CONFIGS)
+LONG_ROWS = ("all hashed, long rows", "all learned, published windows")
+KINDS = tuple(kind for kind in CONFIGS if kind != LONG_ROWS[1])
 
 
 def page_of(kind: str) -> int:
-    return 128 if kind == "all hashed, long rows" else 16
+    return 128 if kind in LONG_ROWS else 16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,15 +95,58 @@ def test_every_way_to_push_is_training(kind: str) -> None:
             assert_same_states(states, whole_states, name)
 
 
-@pytest.mark.parametrize("lengths", [tuple(range(1, 10)), (127, 128), (129, 133), (255, 257), (511, 513)])
+@pytest.mark.parametrize("kind", LONG_ROWS)
+@pytest.mark.parametrize("lengths", [tuple(range(1, 10)), tuple(range(127, 134)), (255, 256, 257), (511, 512, 513)])
 @torch.no_grad()
-def test_lengths_at_the_edges_of_windows(lengths: tuple[int, ...]) -> None:
+def test_lengths_at_the_edges_of_windows(lengths: tuple[int, ...], kind: str) -> None:
     """Packed, and each prefilled in two launches around its last token's window."""
-    trainer, server = FAMILY.twins("all hashed, long rows")
-    documents = FAMILY.documents("all hashed, long rows", lengths)
+    trainer, server = FAMILY.twins(kind)
+    documents = FAMILY.documents(kind, lengths)
     cut = tuple(max(n - 3, n // 2) for n in lengths)
     found, _ = pushed(server, documents, (cut, tuple(n - c for n, c in zip(lengths, cut, strict=True))) if min(cut) else (lengths,), 128)
     assert_same_bytes(found, scores(trainer, documents))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 15, 17, 64])
+@torch.no_grad()
+def test_windows_of_any_width(window: int) -> None:
+    """Shorter than a compressed row, as long as a page but one, longer than most documents."""
+    config = replace(CONFIGS["all kinds"], layers=3, kinds_of_layers=(WINDOW, SPARSE, HEAVY), hashed=(True, False, False), window=window)
+    trainer, server = (kind.from_config(config, seed=1, device="cpu") for kind in (DeepseekV4ForRL, DeepseekV4ForServing))
+    documents = FAMILY.documents("all kinds", LENGTHS)
+    together = scores(trainer, documents)
+    plan = split_plans(LENGTHS, (16,))["in pieces of 7"]
+    assert_same_bytes(pushed(server, documents, plan)[0], together)
+    wider = DeepseekV4ForRL.from_config(replace(config, window=window + 1), seed=1, device="cpu")
+    # the control: one more token is read by all rows that have it
+    assert_same_bytes([d[:window] for d in scores(wider, documents)], [d[:window] for d in together])
+    assert window > 52 or (scores(wider, documents)[2][window:] != together[2][window:]).float().mean() > 0.9
+
+
+@torch.no_grad()
+def extreme(model: Any) -> Any:
+    """Mixing logits of hundreds to thousands, of both signs: softmaxes are 0 and 1, sigmoids too."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("_streams.fn"):
+            parameter.mul_(300.0)
+        elif name.endswith("_streams.base"):
+            parameter.copy_(torch.linspace(-1000.0, 1000.0, len(parameter)).roll(7))
+    return model
+
+
+def test_streams_of_extreme_logits() -> None:
+    """Serving is training, nothing is infinite, and the gradient is that of the usual model's parameters: all finite."""
+    trainer, server = extreme(FAMILY.fresh("all kinds")), extreme(FAMILY.server("all kinds"))
+    documents = FAMILY.documents("all kinds", LENGTHS)
+    with torch.no_grad():
+        together = assert_alone_is_packed(trainer, documents)
+        assert_same_bytes(pushed(server, documents, split_plans(LENGTHS, (16,))["in pieces of 7"])[0], together)
+        assert not torch.equal(together[2], scores(FAMILY.trainer("all kinds"), documents)[2])
+    assert all(bool(found.isfinite().all()) for found in together)
+    ids, starts = packed(documents)
+    (-trainer.score(ids, starts).mean()).backward()
+    for name, parameter in trainer.named_parameters():
+        assert parameter.grad is None or bool(parameter.grad.isfinite().all()), name
 
 
 class Stale(PagedCompressed):
@@ -369,16 +416,22 @@ def test_a_prefix_is_reused_from_the_nearest_snapshot() -> None:
         assert numbers(done) == FAMILY.baseline("all kinds")[2]
 
 
-@pytest.mark.parametrize("extra", [1, 2, 3, 4, 5, 15, 16, 17, 33])
+@pytest.mark.parametrize(
+    ("kind", "cached", "extra"),
+    [
+        *(("all kinds", 64, extra) for extra in (1, 2, 3, 4, 5, 15, 16, 17, 33)),
+        *((LONG_ROWS[1], 128, extra) for extra in (1, 127, 128, 130)),
+    ],
+)
 @torch.no_grad()
-def test_an_extended_chat_is_a_cold_prefill(extra: int) -> None:
-    server = FAMILY.twins("all kinds")[1]
-    [document] = FAMILY.documents("all kinds", (64 + extra,))
-    cold = Session(server, [document])
-    cold.push((64 + extra,))
-    warm = Session(server, [document])
-    warm.push((64,))
-    snapshot = warm.memory.snapshot(warm.slots[0], 64, warm.pages[0])
+def test_an_extended_chat_is_a_cold_prefill(kind: str, cached: int, extra: int) -> None:
+    server = FAMILY.twins(kind)[1]
+    [document] = FAMILY.documents(kind, (cached + extra,))
+    cold = Session(server, [document], page_of(kind))
+    cold.push((cached + extra,))
+    warm = Session(server, [document], page_of(kind))
+    warm.push((cached,))
+    snapshot = warm.memory.snapshot(warm.slots[0], cached, warm.pages[0])
     for pool in warm.memory.slot_parts:  # nothing of the slot is left but what the snapshot has
         for tensor in pool.pools.values():
             tensor.fill_(torch.nan)
