@@ -87,7 +87,7 @@ def test_stand_in_a_fault_is_told_and_the_server_goes_on(monkeypatch: pytest.Mon
     stand_in.max_running_requests = None
     watch().unready()
     page.begin(stand_in)
-    assert "SGLang's own kernels compile when they are first met" in caplog.text
+    assert "kernels were not all compiled at start" in caplog.text
     assert stand_in.tp_worker.model_runner.model.takes_requests and watch()._ready
 
 
@@ -95,3 +95,11 @@ def test_stand_in_a_server_that_skips_its_warm_up_launches_nothing(monkeypatch: 
     page, stand_in = scheduler(monkeypatch, [], skip=True)
     page.begin(stand_in)
     assert stand_in.token_to_kv_pool_allocator.extended == [] and stand_in.tp_worker.model_runner.model.takes_requests
+
+
+def test_stand_in_a_model_that_can_not_be_rehearsed_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    page, _ = scheduler(monkeypatch, [])
+    args = types.SimpleNamespace(skip_server_warmup=False, chunked_prefill_size=64, max_running_requests=2, page_size=16)
+    zoo = types.SimpleNamespace(device=torch.device("cpu"))  # no model at all
+    page.rehearse_model(types.SimpleNamespace(server_args=args, model=types.SimpleNamespace(complete=True, zoo=zoo)))
+    assert "kernels were not all compiled at start" in caplog.text

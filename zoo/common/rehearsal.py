@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 from rich.progress import Progress
@@ -77,7 +78,9 @@ def _with_others(
     count = count if processes is None else min(count, processes)
     if count < 2:
         return
-    shares = [[(push.counts, push.contexts) for push in planned[first::count]] for first in range(count)]
+    # pushes side by side are alike, and share their kernels: whoever has one of them has all that it needs for the others
+    cuts = [len(planned) * share // count for share in range(count + 1)]
+    shares = [[(push.counts, push.contexts) for push in planned[first:end]] for first, end in pairwise(cuts)]
     task = bar.add_task(f"compiling in {count} processes", total=len(planned)) if bar else None
     for done in side_by_side(model, shares, page_size):
         if bar and task is not None:

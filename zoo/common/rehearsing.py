@@ -32,7 +32,7 @@ from zoo.common.serving import ForServing
 LOGGER = logging.getLogger("zoo.rehearsal")
 PROCESSES = 16
 BESIDE = 3 << 30  # bytes of GPU memory that a process takes beside its weights: its context, a push's rows
-SECONDS = 900.0  # after which what is left is compiled by the process that waits
+SECONDS = 300.0  # after which what is left is compiled by the process that waits
 
 Counts = tuple[Sequence[int], Sequence[int]]  # rows of each sequence of a push, and the tokens before them
 

@@ -13,6 +13,7 @@ from zoo.common.rehearsal import rehearse
 
 logger = logging.getLogger(__name__)
 
+TOLD = "zoo: kernels were not all compiled at start, and will be when they are first met: %s"
 REQUESTS = 256  # at once, where SGLang decides on their number only after it has measured the memory
 
 
@@ -30,15 +31,19 @@ def rehearse_model(runner: Any) -> None:
         with torch.no_grad():
             for parameter in model.zoo.parameters():
                 parameter.zero_()
-    found = rehearse(
-        model.zoo,
-        chunk_rows=args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens,
-        max_batch=args.max_running_requests or REQUESTS,
-        page_size=args.page_size,
-    )
+    try:
+        found = rehearse(
+            model.zoo,
+            chunk_rows=args.chunked_prefill_size if args.chunked_prefill_size > 0 else args.max_prefill_tokens,
+            max_batch=args.max_running_requests or REQUESTS,
+            page_size=args.page_size,
+        )
+    except Exception as error:  # nothing but time depends on it
+        logger.warning(TOLD, error or type(error).__name__)
+    else:
+        logger.info("zoo: %d kernel variants were compiled or found on disk in %.0f s", found, time.monotonic() - begin)
     if model.zoo.device.type == "cuda":
         torch.cuda.empty_cache()
-    logger.info("zoo: %d kernel variants were compiled or found on disk in %.0f s", found, time.monotonic() - begin)
 
 
 def begin(scheduler: Any) -> None:
@@ -51,7 +56,7 @@ def begin(scheduler: Any) -> None:
         try:
             rehearse_batches(scheduler)
         except Exception as error:  # nothing but time depends on it
-            logger.warning("zoo: SGLang's own kernels compile when they are first met: %s", error or type(error).__name__)
+            logger.warning(TOLD, error or type(error).__name__)
     watch().ready()
 
 
