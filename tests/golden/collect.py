@@ -155,8 +155,13 @@ class Subject:
     device: str
 
     def entries(self) -> dict[str, str]:
-        """Everything, by what it means."""
-        return {**self.weights(), **self.scores(), **self.padded(), **self.gradients(), **self.served(), **self.drawn()}
+        """Everything, by what it means; on a CPU by one thread, since torch may add a gradient's rows in an order of its threads."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return {**self.weights(), **self.scores(), **self.padded(), **self.gradients(), **self.served(), **self.drawn()}
+        finally:
+            torch.set_num_threads(threads)
 
     def weights(self) -> dict[str, str]:
         published = Digest()
